@@ -1,6 +1,6 @@
-"""What the copy kernel is tried on, by its simulation on the CPU and by tests on a GPU alike.
+"""Cases for the copy kernel, used by its simulation on the CPU and by the tests on a GPU.
 
-A case is runs by offset into a source and a destination of stated sizes. The reference is a loop over the runs.
+A case has runs, by offset, into a source and a destination of given sizes. The reference is a loop over the runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE_BYTES = (64, 512, 4096, 32 * 1024, 320 * 1024, 2 * 1024 * 1024, 4 * 1024 * 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """`sources`, `destinations` and `sizes` are int64 arrays of one length; no two destinations overlap."""
+    """Runs of one copy: int64 arrays of one length. No two destinations overlap."""
 
     name: str
     sources: Offsets
@@ -36,12 +36,12 @@ class Case:
         return int((self.destinations + self.sizes).max(initial=64))
 
     def memory(self) -> tuple[Bytes, Bytes]:
-        """A source of random bytes, and a poisoned destination."""
+        """A source of random bytes, and a destination filled with `POISON`."""
         source = np.random.default_rng(11).integers(0, 256, self.source_bytes, dtype=np.uint8)
         return source, np.full(self.destination_bytes, POISON, dtype=np.uint8)
 
     def expected(self, source: Bytes) -> Bytes:
-        """The destination after the copies, one run after another."""
+        """The destination after a sequential copy of the runs."""
         wanted = np.full(self.destination_bytes, POISON, dtype=np.uint8)
         triples = zip(self.sources.tolist(), self.destinations.tolist(), self.sizes.tolist(), strict=True)
         for start, end, size in triples:
@@ -56,12 +56,12 @@ def _pages(name: str, page_bytes: int, num_pages: int, source_step: int, destina
 
 
 def _scattered(case: Case) -> Case:
-    """The same pages the other way: from one row to places in any order, with what lies between them left alone."""
+    """The same pages in reverse: from one row to places in any order. The bytes between them stay unchanged."""
     return Case("scattered " + case.name, case.destinations, case.sources, case.sizes)
 
 
 def _joined(name: str, parts: list[Case]) -> Case:
-    """Several groups in one launch: they read one memory and write one after another."""
+    """Several groups in one launch: they read one memory and write consecutive ranges."""
     begins = np.cumsum([0] + [part.destination_bytes for part in parts])
     return Case(
         name,

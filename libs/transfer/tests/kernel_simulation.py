@@ -1,4 +1,5 @@
-"""A job of csrc/cuda, played on the CPU by csrc/cuda/simulation.cc: the same plan, and the same kernel warp by warp."""
+"""Simulates a job of csrc/cuda on the CPU with csrc/cuda/simulation.cc: the same plan, and the same kernel warp by
+warp."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from hybridkv.transfer.runs import ROW_WORDS as COPY_ROW_WORDS
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 SOURCES = ("simulation.cc", "job.cc")
 ROW_WORDS = 8
-"""64-bit words of a row: source, destination, the strides of both, the bytes of a fragment, how many fragments, how
-many tiles all rows before hold, and the tiles of one fragment."""
+"""64-bit words of a row: source, destination, both strides, bytes of a fragment, number of fragments, number of tiles
+of all earlier rows, tiles of one fragment."""
 
 Words = npt.NDArray[np.int64]
 
 
 @functools.cache
 def simulation() -> ctypes.CDLL:
-    """The library that Bazel built, else one that is compiled now. Skips the test where it cannot be."""
+    """The library that Bazel built, or one compiled now. Skips the test if it cannot be compiled."""
     if built := os.environ.get("HYBRIDKV_CUDA_SIMULATION"):
         library = ctypes.CDLL(str(Path(built).resolve()))
     else:
@@ -44,7 +45,7 @@ def _compiled() -> Path:
     compiler = shutil.which("g++")
     sources = [CSRC / "cuda" / name for name in SOURCES]
     if compiler is None or not all(source.exists() for source in sources):
-        pytest.skip(f"HYBRIDKV_CUDA_SIMULATION is not set, and there is no g++ or no {sources}")
+        pytest.skip(f"HYBRIDKV_CUDA_SIMULATION is not set, and g++ or {sources} is missing")
     made = Path(tempfile.mkdtemp(), "simulation.so")
     options = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{CSRC / 'include'}"]
     subprocess.run([compiler, *options, *map(str, sources), "-o", str(made)], check=True)
@@ -52,11 +53,11 @@ def _compiled() -> Path:
 
 
 CopyRow = tuple[int, int, int, int, int, int]
-"""Source, destination, steps of both, bytes of a run, number of runs."""
+"""Source, destination, step of the sources, step of the destinations, bytes of a run, number of runs."""
 
 
 def runs_in_rows(rows: Sequence[CopyRow]) -> CopyRuns:
-    """The runs of rows, as `Lowering` makes them."""
+    """The runs of rows, in the form that `Lowering` creates."""
     plain = CopyRuns.of(
         (source + run * source_step, destination + run * destination_step, num_bytes)
         for source, destination, source_step, destination_step, num_bytes, num_runs in rows
@@ -66,13 +67,13 @@ def runs_in_rows(rows: Sequence[CopyRow]) -> CopyRuns:
 
 
 def row_pointer(runs: CopyRuns) -> tuple[ctypes.c_void_p, ctypes.c_uint64]:
-    """The rows of `runs`, which must outlive them, and their number."""
+    """The rows of `runs` and their number. `runs` must outlive the pointer."""
     assert runs.rows.flags.c_contiguous
     return ctypes.c_void_p(runs.rows.ctypes.data), ctypes.c_uint64(len(runs.rows) // COPY_ROW_WORDS)
 
 
 def table_of(runs: CopyRuns, tile_bytes: int, max_rows: int | None = None) -> tuple[Words, int, int]:
-    """The kernel's table, int64 of shape (n, ROW_WORDS); its tiles; how many runs are in it."""
+    """The kernel's table, int64 of shape (n, ROW_WORDS); its number of tiles; its number of runs."""
     room = max(len(runs), 1) if max_rows is None else max_rows
     rows = np.zeros((room, ROW_WORDS), dtype=np.int64)
     num_rows, num_tiles = ctypes.c_uint64(0), ctypes.c_uint64(0)
@@ -88,7 +89,7 @@ def table_of(runs: CopyRuns, tile_bytes: int, max_rows: int | None = None) -> tu
 
 
 def simulate_table(rows: Words, num_tiles: int, tile_bytes: int, num_warps: int) -> int:
-    """16-byte words that were moved. `AssertionError` if an access was one that a GPU would fault on."""
+    """Returns the number of 16-byte words moved. Raises `AssertionError` for an access that faults on a GPU."""
     words = simulation().hybridkv_simulate_table(
         ctypes.c_void_p(rows.ctypes.data),
         ctypes.c_uint64(len(rows)),
@@ -101,6 +102,6 @@ def simulate_table(rows: Words, num_tiles: int, tile_bytes: int, num_warps: int)
 
 
 def simulate_copy(runs: CopyRuns, tile_bytes: int, num_warps: int) -> int:
-    """The same, for the table of `runs`."""
+    """Like `simulate_table`, for the table of `runs`."""
     rows, num_tiles, _ = table_of(runs, tile_bytes)
     return simulate_table(rows, num_tiles, tile_bytes, num_warps)

@@ -1,4 +1,4 @@
-"""Limits of control groups, read from files as the operating system writes them."""
+"""Limits of control groups, read from files in the format of the operating system."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ def old_group(path: str, limit: int, used: int) -> dict[str, str]:
     }
 
 
-def test_a_group_has_what_its_limit_leaves_and_what_files_take_up(tmp_path: Path) -> None:
+def test_a_group_has_the_rest_of_its_limit_plus_its_file_cache(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "0::/pod/engine\n", **group("pod/engine", "1000\n", 900)})
     assert memory_limit(root) == MemoryLimit(root / "sys/fs/cgroup/pod/engine", 1000, 150)
 
 
-def test_the_limit_of_a_group_above_counts_too(tmp_path: Path) -> None:
+def test_the_limit_of_a_parent_group_counts_too(tmp_path: Path) -> None:
     groups = group("pod/engine", "max\n", 100) | group("pod", "500\n", 300)
     limit = memory_limit(write(tmp_path, {"proc/self/cgroup": "0::/pod/engine\n", **groups}))
     assert limit is not None and (limit.directory.name, limit.free_bytes) == ("pod", 250)
 
 
-def test_groups_of_the_first_version_are_read(tmp_path: Path) -> None:
+def test_groups_of_version_1_are_read(tmp_path: Path) -> None:
     lines = "5:cpu,cpuacct:/x\n4:memory:/pod\n0::/\n"
     root = write(tmp_path, {"proc/self/cgroup": lines, **old_group("pod", 1000, 900)})
     assert memory_limit(root) == MemoryLimit(root / "sys/fs/cgroup/memory/pod", 1000, 600)
 
 
-def test_a_container_that_sees_the_path_of_its_host_has_its_limit_at_the_top(tmp_path: Path) -> None:
+def test_a_container_with_the_path_of_its_host_has_its_limit_at_the_root(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "4:memory:/docker/0123\n", **old_group(".", 1000, 900)})
     assert memory_limit(root) == MemoryLimit(root / "sys/fs/cgroup/memory", 1000, 600)
 
 
 @pytest.mark.parametrize("lines", [None, "0::/\n"])
-def test_without_a_limit_there_is_none(lines: str | None, tmp_path: Path) -> None:
+def test_a_group_without_a_limit_reports_none(lines: str | None, tmp_path: Path) -> None:
     assert memory_limit(write(tmp_path, {"proc/self/cgroup": lines} if lines else {})) is None
 
 
 def test_the_groups_of_this_machine_can_be_read() -> None:
-    """Whether there is a limit or not."""
+    """With or without a limit."""
     limit = memory_limit()
     assert limit is None or limit.num_bytes > 0

@@ -1,4 +1,4 @@
-"""What every copy engine promises, for each engine of this library."""
+"""The contract of copy engines, for each engine of this library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
-from played_device import PlayedDevice
+from simulated_device import SimulatedDevice
 
 from hybridkv.transfer import (
     CopyEngine,
@@ -42,8 +42,8 @@ ENGINES: dict[str, Callable[[], CopyEngine]] = {
     "inline": InlineCopyEngine,
     "one thread": CpuCopyEngine,
     "three threads": lambda: CpuCopyEngine(num_threads=3),
-    "played gpu": lambda: CudaCopyEngine(PlayedDevice()),
-    "played gpu, inline": lambda: InlineCudaCopyEngine(PlayedDevice()),
+    "simulated gpu": lambda: CudaCopyEngine(SimulatedDevice()),
+    "simulated gpu, inline": lambda: InlineCudaCopyEngine(SimulatedDevice()),
     "streams": lambda: StreamCopyEngine(lazy_device()),
     "streams, inline": lambda: InlineStreamCopyEngine(lazy_device()),
 }
@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 class Memory:
-    """A source of random bytes and a poisoned destination, registered with an engine."""
+    """A source of random bytes and a destination of constant bytes, registered with an engine."""
 
     def __init__(self, engine: CopyEngine, num_bytes: int = 1 << 20) -> None:
         self.source = np.random.default_rng(7).integers(0, 256, num_bytes, dtype=np.uint8)
@@ -67,7 +67,7 @@ class Memory:
         engine.register(self.destination.ctypes.data, num_bytes, "destination")
 
     def runs(self, *triples: tuple[int, int, int]) -> CopyRuns:
-        """Runs from offsets."""
+        """Runs from (source offset, destination offset, size)."""
         bases = self.source.ctypes.data, self.destination.ctypes.data
         return CopyRuns.of([(bases[0] + source, bases[1] + dest, size) for source, dest, size in triples])
 
@@ -123,8 +123,8 @@ def test_large_jobs_are_copied_whole(engine: CopyEngine) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 4096, 70_001])
-def test_a_job_may_copy_within_one_memory_and_from_another_into_it(engine: CopyEngine, size: int) -> None:
-    """As a load does that finds a part of what it wants in the memory that it fills."""
+def test_a_job_may_copy_within_one_memory_and_into_it_from_another(engine: CopyEngine, size: int) -> None:
+    """A load does so if a part of its data already lies in the memory that it fills."""
     memory = Memory(engine)
     base, other = int(memory.source.ctypes.data), int(memory.destination.ctypes.data)
     memory.destination[:] = np.arange(len(memory.destination), dtype=np.uint64).astype(np.uint8)
@@ -165,7 +165,7 @@ def test_a_run_outside_registered_memory_fails_the_job_before_a_byte_moves(
     assert called == []
 
 
-def test_nothing_is_registered_at_first(engine: CopyEngine) -> None:
+def test_no_memory_is_registered_at_first(engine: CopyEngine) -> None:
     engine.submit(JobId(1), CopyRuns.of([(4096, 8192, 1)]))
     failure = failure_of(engine, 1)
     assert failure is not None
@@ -195,7 +195,7 @@ def test_registrations_may_overlap(engine: CopyEngine) -> None:
 
 
 @pytest.mark.parametrize(("address", "num_bytes"), [(-1, 4), (0, 0), (0, -4), ((1 << 63) - 2, 4)])
-def test_a_range_that_is_no_memory_cannot_be_registered(engine: CopyEngine, address: int, num_bytes: int) -> None:
+def test_an_invalid_address_range_cannot_be_registered(engine: CopyEngine, address: int, num_bytes: int) -> None:
     with pytest.raises(CopyEngineError, match="register nothing"):
         engine.register(address, num_bytes, "nothing")
 
@@ -213,7 +213,7 @@ def test_hooks_run_before_and_after_the_copy(engine: CopyEngine) -> None:
     assert seen == [POISON, 1]
 
 
-def test_a_reason_from_before_cancels_the_copy(engine: CopyEngine) -> None:
+def test_a_failure_returned_by_before_cancels_the_copy(engine: CopyEngine) -> None:
     memory = Memory(engine)
     called: list[str] = []
     engine.submit(JobId(1), memory.runs((0, 0, 8)), before=lambda: "evicted", after=lambda: called.append("after"))
@@ -223,14 +223,14 @@ def test_a_reason_from_before_cancels_the_copy(engine: CopyEngine) -> None:
     assert called == []
 
 
-def test_a_reason_from_after_fails_the_job(engine: CopyEngine) -> None:
+def test_a_failure_returned_by_after_fails_the_job(engine: CopyEngine) -> None:
     memory = Memory(engine)
     engine.submit(JobId(1), memory.runs((0, 0, 8)), after=lambda: "checksum")
     [result] = finish(engine, 1)
     assert (result.failure, result.num_bytes) == ("checksum", 8)
 
 
-def test_digests_are_of_the_records_that_were_copied_or_are_not_taken(engine: CopyEngine) -> None:
+def test_digests_are_of_the_copied_records_or_are_none(engine: CopyEngine) -> None:
     memory = Memory(engine)
     triples = ((5, 0, 3000), (90_000, 3000, 70_001), (7, 100_000, 240), (200_000, 110_000, 65_536))
     records = RecordDigests(np.array([2, 2, 3, 4], dtype=np.int64))
@@ -245,7 +245,7 @@ def test_digests_are_of_the_records_that_were_copied_or_are_not_taken(engine: Co
         assert memory.destination[place : place + size].tobytes() == part
 
 
-def test_no_digests_are_taken_of_what_was_not_copied(engine: CopyEngine) -> None:
+def test_records_that_were_not_copied_have_no_digests(engine: CopyEngine) -> None:
     memory = Memory(engine)
     records = RecordDigests(np.array([1], dtype=np.int64))
     engine.submit(JobId(1), memory.runs((0, 0, 8)), before=lambda: "evicted", records=records)
@@ -253,7 +253,7 @@ def test_no_digests_are_taken_of_what_was_not_copied(engine: CopyEngine) -> None
     assert records.digests is None
 
 
-def test_runs_may_be_made_when_the_jobs_turn_has_come(engine: CopyEngine) -> None:
+def test_runs_may_be_created_when_the_job_starts(engine: CopyEngine) -> None:
     memory = Memory(engine)
     order: list[str] = []
     records = RecordDigests(np.empty(0, dtype=np.int64))
@@ -271,7 +271,7 @@ def test_runs_may_be_made_when_the_jobs_turn_has_come(engine: CopyEngine) -> Non
     assert records.digests in (None, wanted)
 
 
-def test_runs_that_cannot_be_made_fail_their_job_only(engine: CopyEngine) -> None:
+def test_an_exception_while_creating_runs_fails_only_their_job(engine: CopyEngine) -> None:
     def broken() -> CopyRuns:
         raise ValueError("no such block")
 
@@ -283,7 +283,7 @@ def test_runs_that_cannot_be_made_fail_their_job_only(engine: CopyEngine) -> Non
     assert (results, called) == ({1: ("ValueError: no such block", 0), 2: (None, 8)}, [])
 
 
-def test_runs_that_were_made_are_checked_like_others(engine: CopyEngine) -> None:
+def test_runs_created_late_are_checked_like_others(engine: CopyEngine) -> None:
     memory = Memory(engine, 4096)
     engine.submit(JobId(1), lambda: memory.runs((0, 0, 8), (4090, 0, 8)))
     assert "run 1: source" in str(failure_of(engine, 1))
@@ -291,7 +291,7 @@ def test_runs_that_were_made_are_checked_like_others(engine: CopyEngine) -> None
 
 
 @pytest.mark.parametrize("hook", ["before", "after"])
-def test_an_exception_in_a_hook_fails_its_job_only(engine: CopyEngine, hook: str) -> None:
+def test_an_exception_in_a_hook_fails_only_its_job(engine: CopyEngine, hook: str) -> None:
     def broken() -> str | None:
         raise OSError("no such device")
 
@@ -312,7 +312,7 @@ def test_jobs_run_in_order_of_submission(engine: CopyEngine) -> None:
     assert memory.destination[0] == memory.source[49]
 
 
-def test_a_result_comes_once(engine: CopyEngine) -> None:
+def test_a_result_is_returned_once(engine: CopyEngine) -> None:
     engine.submit(JobId(1), CopyRuns.empty())
     assert len(finish(engine, 1)) == 1
     assert engine.poll() == []
@@ -324,7 +324,7 @@ def test_waiting_for_a_job_that_was_polled_does_not_wait(engine: CopyEngine) -> 
     assert engine.wait([JobId(1)], 0.0)
 
 
-def test_a_job_id_is_free_again_once_its_result_was_polled(engine: CopyEngine) -> None:
+def test_a_job_id_can_be_reused_after_its_result_was_polled(engine: CopyEngine) -> None:
     engine.submit(JobId(1), CopyRuns.empty())
     with pytest.raises(CopyEngineError, match="job 1"):
         engine.submit(JobId(1), CopyRuns.empty())
@@ -332,7 +332,7 @@ def test_a_job_id_is_free_again_once_its_result_was_polled(engine: CopyEngine) -
     assert engine.submit(JobId(1), CopyRuns.empty())
 
 
-def test_a_closed_engine_takes_no_jobs_but_still_gives_results(engine: CopyEngine) -> None:
+def test_a_closed_engine_takes_no_jobs_but_still_returns_results(engine: CopyEngine) -> None:
     engine.submit(JobId(1), CopyRuns.empty())
     assert engine.wait([JobId(1)], TIMEOUT_S)
     engine.close()
@@ -343,7 +343,7 @@ def test_a_closed_engine_takes_no_jobs_but_still_gives_results(engine: CopyEngin
 
 
 @pytest.mark.parametrize("make", [CpuCopyEngine, InlineCopyEngine])
-def test_seconds_come_from_the_clock_that_was_given(make: type[CpuCopyEngine | InlineCopyEngine]) -> None:
+def test_seconds_are_measured_with_the_given_clock(make: type[CpuCopyEngine | InlineCopyEngine]) -> None:
     ticks = itertools.count(100.0, 0.5)
     engine = make(clock=lambda: next(ticks))
     engine.submit(JobId(1), CopyRuns.empty())
@@ -353,7 +353,7 @@ def test_seconds_come_from_the_clock_that_was_given(make: type[CpuCopyEngine | I
 
 
 @pytest.mark.parametrize("make", [CpuCopyEngine, InlineCopyEngine])
-def test_a_full_engine_says_no_and_does_nothing(make: type[CpuCopyEngine | InlineCopyEngine]) -> None:
+def test_a_full_engine_refuses_a_job_without_side_effects(make: type[CpuCopyEngine | InlineCopyEngine]) -> None:
     engine = make(max_queued_jobs=2)
     memory = Memory(engine)
     assert engine.submit(JobId(1), CopyRuns.empty())

@@ -1,4 +1,4 @@
-"""Runs describe the same bytes however they are joined, cut or paired. Checked against copying byte by byte."""
+"""Runs describe the same bytes after they are joined, cut or paired. The reference copies byte by byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ lengths = st.lists(st.integers(min_value=1, max_value=9), max_size=12)
 
 
 def byte_pairs(runs: CopyRuns) -> list[tuple[int, int]]:
-    """(source, destination) of each byte, in order: the brute-force meaning of runs."""
+    """(source, destination) of each byte, in order: the reference for runs."""
     return [
         (source + position, destination + position)
         for source, destination, num_bytes in runs.triples()
@@ -25,7 +25,7 @@ def byte_pairs(runs: CopyRuns) -> list[tuple[int, int]]:
 
 @st.composite
 def copy_runs(draw: st.DrawFn) -> CopyRuns:
-    """Runs with many neighbours that continue each other on one side, on both, or on none."""
+    """Runs with many neighbours that are adjacent on one side, on both, or on neither."""
     triples = []
     source, destination = 1000, 9000
     for num_bytes in draw(lengths):
@@ -38,7 +38,7 @@ def copy_runs(draw: st.DrawFn) -> CopyRuns:
 
 
 @given(copy_runs())
-def test_coalescing_keeps_every_byte_and_leaves_nothing_to_join(runs: CopyRuns) -> None:
+def test_coalescing_keeps_every_byte_and_joins_all_adjacent_runs(runs: CopyRuns) -> None:
     joined = runs.coalesce()
     assert byte_pairs(joined) == byte_pairs(runs)
     for (source, destination, num_bytes), following in zip(joined.triples(), joined.triples()[1:], strict=False):
@@ -55,7 +55,7 @@ def test_splitting_keeps_every_byte_in_parts_of_nearly_equal_size(runs: CopyRuns
 
 
 @given(copy_runs(), st.integers(min_value=1, max_value=20))
-def test_no_piece_crosses_a_multiple_at_which_runs_are_cut(runs: CopyRuns, step: int) -> None:
+def test_cut_at_multiples_leaves_no_run_across_a_multiple(runs: CopyRuns, step: int) -> None:
     pieces = runs.cut_at_multiples(step)
     assert byte_pairs(pieces) == byte_pairs(runs)
     for source, destination, num_bytes in pieces.triples():
@@ -99,7 +99,7 @@ def row_tables(draw: st.DrawFn) -> list[CopyRow]:
 
 
 @given(row_tables())
-def test_rows_are_the_runs_that_they_stand_for(table: list[CopyRow]) -> None:
+def test_rows_give_their_runs_in_order(table: list[CopyRow]) -> None:
     runs = runs_in_rows(table)
     expected = [
         (source + run * source_step, destination + run * destination_step, num_bytes)
@@ -127,7 +127,7 @@ def test_rows_are_checked_like_their_runs(table: list[CopyRow], drawn: list[tupl
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=4), st.integers(0, 80), st.integers(1, 9))
-def test_ranges_that_contain_all_or_nothing_are_known(drawn: list[tuple[int, int]], start: int, num_bytes: int) -> None:
+def test_contain_all_is_exact_or_unknown(drawn: list[tuple[int, int]], start: int, num_bytes: int) -> None:
     ranges = AddressRanges()
     for address, size in drawn:
         ranges = ranges.with_range(address, size)
@@ -139,14 +139,14 @@ def test_ranges_that_contain_all_or_nothing_are_known(drawn: list[tuple[int, int
         assert found is True
 
 
-def test_no_runs_are_a_valid_copy_of_nothing() -> None:
+def test_an_empty_list_of_runs_is_valid() -> None:
     empty = CopyRuns.empty()
     assert (len(empty), empty.total_bytes, empty.split(3)) == (0, 0, [])
     assert empty.coalesce().triples() == []
 
 
 @pytest.mark.parametrize("triple", [(0, 0, 0), (0, 0, -1), (-1, 0, 1), (0, -1, 1)])
-def test_impossible_runs_are_refused(triple: tuple[int, int, int]) -> None:
+def test_invalid_runs_are_refused(triple: tuple[int, int, int]) -> None:
     with pytest.raises(RunsError, match="expected"):
         CopyRuns.of([(1, 2, 3), triple])
 

@@ -1,4 +1,4 @@
-"""What is only true of an engine with a thread of its own. Threads meet at events, never by sleeping."""
+"""Behaviour that only an engine with its own thread has. Threads synchronise with events, never by sleeping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import patience
 import pytest
 from lazy_device import LazyDevice
-from played_device import PlayedDevice
+from simulated_device import SimulatedDevice
 
 from hybridkv.transfer import CopyResult, CopyRuns, CpuCopyEngine, JobId, StreamCopyEngine
 from hybridkv.transfer.cuda import CudaCopyEngine
@@ -23,7 +23,7 @@ TIMEOUT_S = patience.seconds(6.0)
 
 
 class Gate:
-    """A hook that holds the copy thread until it is opened."""
+    """A hook that blocks the copy thread until it is opened."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -39,13 +39,13 @@ def gate() -> Gate:
     return Gate()
 
 
-@pytest.fixture(params=["cpu", "streams", "played gpu"])
+@pytest.fixture(params=["cpu", "streams", "simulated gpu"])
 def engine(gate: Gate, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Its first job, 0, stands at the gate."""
+    """An engine with its first job, 0, blocked at the gate."""
     makes: dict[str, Callable[[], Engine]] = {
         "cpu": lambda: CpuCopyEngine(max_queued_jobs=4),
         "streams": lambda: StreamCopyEngine(LazyDevice(lambda below: 0), max_queued_jobs=4),
-        "played gpu": lambda: CudaCopyEngine(PlayedDevice(), max_queued_jobs=4),
+        "simulated gpu": lambda: CudaCopyEngine(SimulatedDevice(), max_queued_jobs=4),
     }
     made = makes[request.param]()
     made.submit(JobId(0), CopyRuns.empty(), before=gate)
@@ -72,7 +72,7 @@ def test_before_runs_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
     assert names == ["hybridkv-copy"]
 
 
-def test_a_job_that_ended_is_held_no_longer(engine: Engine, gate: Gate) -> None:
+def test_an_engine_holds_no_reference_to_a_finished_job(engine: Engine, gate: Gate) -> None:
     held, freed = Gate(), threading.Event()
     held.opened.set()
     weakref.finalize(held, freed.set)
@@ -82,7 +82,7 @@ def test_a_job_that_ended_is_held_no_longer(engine: Engine, gate: Gate) -> None:
     assert freed.wait(TIMEOUT_S)
 
 
-def test_runs_are_made_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
+def test_runs_are_created_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
     names: list[str] = []
 
     def runs() -> CopyRuns:
@@ -96,7 +96,7 @@ def test_runs_are_made_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
     assert names == ["hybridkv-copy"]
 
 
-def test_waiting_gives_up_when_its_time_has_passed(engine: Engine) -> None:
+def test_waiting_ends_at_its_timeout(engine: Engine) -> None:
     assert not engine.wait([JobId(0)], 0.0)
 
 
@@ -109,7 +109,7 @@ def test_waiting_for_one_job_does_not_wait_for_the_next(engine: Engine, gate: Ga
     second.opened.set()
 
 
-def test_the_running_job_counts_against_the_bound(engine: Engine) -> None:
+def test_the_running_job_counts_toward_the_limit(engine: Engine) -> None:
     assert [engine.submit(JobId(number), CopyRuns.empty()) for number in (1, 2, 3, 4)] == [True, True, True, False]
 
 
@@ -118,7 +118,7 @@ def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: Engi
     engine.submit(JobId(1), CopyRuns.empty(), before=lambda: called.append(1))
     closing = threading.Thread(target=engine.close)
     closing.start()
-    with engine._changed:  # close() has announced itself before the gate opens
+    with engine._changed:  # close() has set its flag before the gate opens
         assert engine._changed.wait_for(lambda: engine._is_closed, TIMEOUT_S)
     gate.opened.set()
     closing.join(TIMEOUT_S)
@@ -133,7 +133,7 @@ def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: Engi
     [
         lambda: CpuCopyEngine(num_threads=3),
         lambda: StreamCopyEngine(LazyDevice(lambda below: 0)),
-        lambda: CudaCopyEngine(PlayedDevice()),
+        lambda: CudaCopyEngine(SimulatedDevice()),
     ],
 )
 def test_closing_stops_every_thread(make: Callable[[], Engine]) -> None:

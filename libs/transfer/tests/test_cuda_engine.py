@@ -1,7 +1,7 @@
-"""The GPU engines' fences, turns and failures, on a played GPU (`played_device`): here there is no real one.
+"""Fences, order and failures of the GPU engines, on a simulated GPU (`simulated_device`).
 
-What is true of every copy engine is tested in test_copy_engines.py, on the same played GPU. tests/gpu runs the engines
-on a real one.
+test_copy_engines.py tests the contract of every copy engine on the same simulated GPU. tests/gpu runs the engines on a
+real GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_device import SMALL, TIMEOUT_S, Event, PlayedDevice
+from simulated_device import SMALL, TIMEOUT_S, Event, SimulatedDevice
 
 from hybridkv.transfer import CopyEngine, CopyEngineError, CopyRuns, JobId
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryKind
@@ -22,9 +22,9 @@ ENGINES = (CudaCopyEngine, InlineCudaCopyEngine)
 
 
 class CopyRig:
-    """KV memory of a played GPU and a pinned arena, registered with an engine."""
+    """KV memory of a simulated GPU and a pinned arena, registered with an engine."""
 
-    def __init__(self, engine: CopyEngine, device: PlayedDevice, num_bytes: int = 200_000) -> None:
+    def __init__(self, engine: CopyEngine, device: SimulatedDevice, num_bytes: int = 200_000) -> None:
         random = np.random.default_rng(9)
         self.cache, self.arena = (random.integers(0, 256, num_bytes, dtype=np.uint8) for _ in range(2))
         device.kinds[self.address(self.cache)] = MemoryKind.DEVICE
@@ -37,7 +37,7 @@ class CopyRig:
         return int(array.ctypes.data)
 
     def stores(self, size: int, count: int) -> CopyRuns:
-        """Scattered pages to one stretch of the arena."""
+        """Runs from scattered pages to one range of the arena."""
         cache, arena = self.address(self.cache), self.address(self.arena)
         return CopyRuns.of([(cache + (i * 7 % count) * 2 * size, arena + i * size, size) for i in range(count)])
 
@@ -55,10 +55,10 @@ def finish(engine: CopyEngine, job_id: int) -> str | None:
 @pytest.mark.parametrize("make", ENGINES)
 @pytest.mark.parametrize("size", [64, 512, SMALL.large_run_bytes, 10_000])
 @pytest.mark.parametrize("seed", range(5))
-def test_what_was_stored_is_loaded_again(
+def test_stored_pages_are_loaded_unchanged(
     make: type[CudaCopyEngine | InlineCudaCopyEngine], size: int, seed: int
 ) -> None:
-    device = PlayedDevice(seed)
+    device = SimulatedDevice(seed)
     engine = make(device)
     rig = CopyRig(engine, device)
     count = min(150, 90_000 // size)
@@ -80,8 +80,8 @@ def test_what_was_stored_is_loaded_again(
 
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 10_000), size=st.integers(100, 1000), is_load=st.booleans())
-def test_no_part_of_the_staging_memory_is_used_twice_at_once(seed: int, size: int, is_load: bool) -> None:
-    device = PlayedDevice(seed)
+def test_no_part_of_the_staging_memory_has_two_uses_at_once(seed: int, size: int, is_load: bool) -> None:
+    device = SimulatedDevice(seed)
     engine = InlineCudaCopyEngine(device)
     rig = CopyRig(engine, device)
     count = 200_000 // size // 2
@@ -97,31 +97,31 @@ def test_no_part_of_the_staging_memory_is_used_twice_at_once(seed: int, size: in
     assert np.array_equal(rig.stored(size, count) if is_load else rig.arena[: size * count], wanted)
 
 
-class Forgetful(PlayedDevice):
-    """Leaves one kind of wait out."""
+class MissingWaitDevice(SimulatedDevice):
+    """A simulated GPU that leaves out one kind of wait."""
 
-    def __init__(self, seed: int, forgotten: str) -> None:
+    def __init__(self, seed: int, missing: str) -> None:
         super().__init__(seed)
-        self._forgotten = forgotten
+        self._missing = missing
 
     def _wait_for_caller(self, queue: int) -> None:
-        if self._forgotten != "compute":
+        if self._missing != "compute":
             super()._wait_for_caller(queue)
 
     def _wait(self, queue: int, other: int, part: int) -> None:
-        if self._forgotten != ("kernel", "transfer")[queue]:
+        if self._missing != ("kernel", "transfer")[queue]:
             super()._wait(queue, other, part)
 
     def _host_wait(self, other: int, part: int) -> None:
-        if self._forgotten != "host":
+        if self._missing != "host":
             super()._host_wait(other, part)
 
 
 @pytest.mark.parametrize("is_load", [False, True])
-@pytest.mark.parametrize("forgotten", ["nothing", "compute", "kernel", "transfer", "host"])
-def test_a_missing_wait_is_noticed_by_the_played_gpu(forgotten: str, is_load: bool) -> None:
+@pytest.mark.parametrize("missing", ["nothing", "compute", "kernel", "transfer", "host"])
+def test_the_simulated_gpu_detects_a_missing_wait(missing: str, is_load: bool) -> None:
     def is_right(seed: int) -> bool:
-        device = Forgetful(seed, forgotten)
+        device = MissingWaitDevice(seed, missing)
         engine = CudaCopyEngine(device)
         rig = CopyRig(engine, device, num_bytes=400_000)
         runs, wanted = rig.stores(512, 380), rig.stored(512, 380)
@@ -131,20 +131,20 @@ def test_a_missing_wait_is_noticed_by_the_played_gpu(forgotten: str, is_load: bo
             runs = runs.reversed()
         device.compute.happened.clear()
         engine.submit(JobId(1), runs)
-        is_early = forgotten == "compute" and engine.wait([JobId(1)], TIMEOUT_S)
+        is_early = missing == "compute" and engine.wait([JobId(1)], TIMEOUT_S)
         device.compute.happened.set()
         failure = finish(engine, 1)
         engine.close()
         found = rig.stored(512, 380) if is_load else rig.arena[: 512 * 380]
         return failure is None and not is_early and bool(np.array_equal(found, wanted))
 
-    assert all(is_right(seed) for seed in range(20)) == (forgotten == "nothing")
+    assert all(is_right(seed) for seed in range(20)) == (missing == "nothing")
 
 
 @pytest.mark.parametrize("is_load", [False, True])
 @pytest.mark.parametrize("size", [64, 512, SMALL.large_run_bytes])
-def test_copies_wait_for_what_compute_was_given_before_them(size: int, is_load: bool) -> None:
-    device = PlayedDevice()
+def test_copies_wait_for_earlier_work_of_compute(size: int, is_load: bool) -> None:
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
     cache, arena = rig.cache.copy(), rig.arena.copy()
@@ -152,7 +152,7 @@ def test_copies_wait_for_what_compute_was_given_before_them(size: int, is_load: 
     runs = rig.stores(size, 20)
     engine.submit(JobId(1), runs.reversed() if is_load else runs)
     assert device.is_stuck.wait(TIMEOUT_S)
-    # What the forward pass reads last is still there, and what it writes last is what is stored.
+    # The last data that the forward pass reads is unchanged, and the last data that it writes is stored.
     assert np.array_equal(rig.cache, cache)
     assert np.array_equal(rig.arena, arena)
     if not is_load:
@@ -165,7 +165,7 @@ def test_copies_wait_for_what_compute_was_given_before_them(size: int, is_load: 
 
 
 def test_before_runs_while_another_job_is_copied() -> None:
-    device = PlayedDevice()
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
     device.compute.happened.clear()
@@ -181,8 +181,8 @@ def test_before_runs_while_another_job_is_copied() -> None:
     engine.close()
 
 
-def test_a_job_is_copied_while_after_of_another_runs() -> None:
-    device = PlayedDevice()
+def test_a_job_is_copied_while_after_of_another_job_runs() -> None:
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
     wanted = rig.stored(512, 20)
@@ -193,12 +193,12 @@ def test_a_job_is_copied_while_after_of_another_runs() -> None:
 
     copy = device.copy
 
-    def copy_and_tell(runs: CopyRuns, caller: Event) -> None:
+    def copy_and_report(runs: CopyRuns, caller: Event) -> None:
         copy(runs, caller)
         if len(runs):
             is_copied.set()
 
-    device.copy = copy_and_tell  # type: ignore[method-assign]
+    device.copy = copy_and_report  # type: ignore[method-assign]
     engine.submit(JobId(1), CopyRuns.empty(), after=verify)
     engine.submit(JobId(2), rig.stores(512, 20))
     assert is_copied.wait(TIMEOUT_S)
@@ -210,8 +210,8 @@ def test_a_job_is_copied_while_after_of_another_runs() -> None:
     engine.close()
 
 
-def test_few_jobs_are_prepared_ahead_of_the_copies() -> None:
-    device = PlayedDevice()
+def test_few_jobs_are_prepared_before_their_copies() -> None:
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
     device.compute.happened.clear()
@@ -228,9 +228,9 @@ def test_few_jobs_are_prepared_ahead_of_the_copies() -> None:
     engine.close()
 
 
-def test_seconds_of_a_job_begin_when_the_job_before_has_ended() -> None:
+def test_seconds_of_a_job_begin_when_the_previous_job_has_ended() -> None:
     now = [1.0]
-    engine = CudaCopyEngine(PlayedDevice(), lambda: now[0])
+    engine = CudaCopyEngine(SimulatedDevice(), lambda: now[0])
     begun = threading.Event()
 
     def end_late() -> None:
@@ -245,10 +245,10 @@ def test_seconds_of_a_job_begin_when_the_job_before_has_ended() -> None:
 
 
 @pytest.mark.parametrize("make", ENGINES)
-def test_the_fence_is_taken_on_the_thread_that_submits_before_anything_else(
+def test_the_fence_is_taken_first_and_on_the_submitting_thread(
     make: type[CudaCopyEngine | InlineCudaCopyEngine],
 ) -> None:
-    device = PlayedDevice()
+    device = SimulatedDevice()
     engine = make(device)
     threads: list[str] = []
     take = device.caller_event
@@ -261,7 +261,7 @@ def test_the_fence_is_taken_on_the_thread_that_submits_before_anything_else(
 
 
 def test_a_full_engine_takes_no_fence() -> None:
-    device = PlayedDevice()
+    device = SimulatedDevice()
     engine = InlineCudaCopyEngine(device, max_queued_jobs=1)
     assert engine.submit(JobId(1), CopyRuns.empty())
     assert not engine.submit(JobId(2), CopyRuns.empty())
@@ -269,8 +269,8 @@ def test_a_full_engine_takes_no_fence() -> None:
 
 
 @pytest.mark.parametrize("call", ["launch", "transfer", "finish"])
-def test_a_call_that_fails_is_the_failure_of_its_job(call: str) -> None:
-    device = PlayedDevice()
+def test_a_failed_call_fails_its_job(call: str) -> None:
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
     device.fail_on = call
@@ -282,8 +282,8 @@ def test_a_call_that_fails_is_the_failure_of_its_job(call: str) -> None:
     engine.close()
 
 
-def test_a_failed_job_ends_only_when_nothing_of_it_can_still_write() -> None:
-    device = PlayedDevice()
+def test_a_failed_job_ends_only_after_all_its_writes() -> None:
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
     device.fail_on = "launch"
@@ -293,8 +293,8 @@ def test_a_failed_job_ends_only_when_nothing_of_it_can_still_write() -> None:
     engine.close()
 
 
-def test_a_fence_that_cannot_be_taken_refuses_the_job_and_leaves_nothing_behind() -> None:
-    device = PlayedDevice()
+def test_a_failed_fence_refuses_the_job_and_leaves_no_state() -> None:
+    device = SimulatedDevice()
     engine = CudaCopyEngine(device)
     device.fail_on = "caller_event"
     with pytest.raises(RuntimeError, match="caller_event: cudaErrorUnknown"):
@@ -306,10 +306,10 @@ def test_a_fence_that_cannot_be_taken_refuses_the_job_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("make", ENGINES)
-def test_memory_that_the_gpu_cannot_reach_is_refused_and_stays_unknown(
+def test_memory_that_the_gpu_cannot_reach_is_not_registered(
     make: type[CudaCopyEngine | InlineCudaCopyEngine],
 ) -> None:
-    device = PlayedDevice()
+    device = SimulatedDevice()
     engine = make(device)
     memory = np.zeros(64, dtype=np.uint8)
     address = int(memory.ctypes.data)

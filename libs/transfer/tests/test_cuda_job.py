@@ -1,4 +1,4 @@
-"""Which way a run takes, and that every way together moves every byte once: csrc/cuda/job.cc on a played GPU."""
+"""The path of each run, and that all paths together move every byte once: csrc/cuda/job.cc on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_simulation import CopyRow, runs_in_rows
-from played_device import SMALL, PlayedDevice
+from simulated_device import SMALL, SimulatedDevice
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyTuning
@@ -18,13 +18,13 @@ from hybridkv.transfer.cuda.device import NUM_PARTS, merge_ranges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 
 HOST, DEVICE, STAGING = 1 << 30, 1 << 40, 1 << 50
-"""Where each kind of memory begins in tests that move no bytes."""
+"""The start address of each kind of memory in tests that move no bytes."""
 GPU_BYTES = 1 << 30
 Triples = list[tuple[int, int, int]]
 
 
-class Recording(PlayedDevice):
-    """Moves no bytes."""
+class Recording(SimulatedDevice):
+    """A simulated GPU that moves no bytes."""
 
     def __init__(self, tuning: CopyTuning = SMALL) -> None:
         super().__init__(tuning=tuning)
@@ -53,17 +53,17 @@ def copied(triples: Triples) -> Recording:
     return device
 
 
-def transfers(device: PlayedDevice) -> Triples:
+def transfers(device: SimulatedDevice) -> Triples:
     return [triple for runs in device.transfers for triple in runs.triples()]
 
 
-def ways(device: PlayedDevice) -> tuple[int, int]:
-    """How many copies the copy engines and the kernel were given."""
+def ways(device: SimulatedDevice) -> tuple[int, int]:
+    """The number of copies by the copy engines and by the kernel."""
     return len(transfers(device)), sum(map(len, device.tables))
 
 
 def stores(size: int, count: int, host_step: int | None = None) -> Triples:
-    """Scattered pages of the GPU to the host, by default to one stretch there."""
+    """Runs from scattered pages of the GPU to the host, by default to one range there."""
     step = size if host_step is None else host_step
     return [(DEVICE + (i * 7 % count) * 2 * size, HOST + i * step, size) for i in range(count)]
 
@@ -89,19 +89,19 @@ def test_staging_joins_neighbours_on_the_host_into_long_runs() -> None:
     assert ways(device) == (64 * 512 // SMALL.part_bytes, 64)
 
 
-def test_the_order_of_the_runs_does_not_keep_neighbours_apart() -> None:
+def test_neighbours_are_joined_in_any_order_of_the_runs() -> None:
     assert transfers(copied(stores(512, 64)[::-1])) == transfers(copied(stores(512, 64)))
 
 
-def test_a_small_job_is_copied_by_the_kernel_alone() -> None:
+def test_only_the_kernel_copies_a_small_job() -> None:
     assert ways(copied(stores(SMALL.direct_job_bytes // 2, 2))) == (0, 2)
 
 
-def test_what_staging_would_not_make_longer_is_copied_by_the_kernel_alone() -> None:
+def test_only_the_kernel_copies_runs_that_staging_cannot_join() -> None:
     assert ways(copied(stores(512, 64, host_step=1024))) == (0, 64)
 
 
-def test_zeros_between_pages_keep_one_stretch_whole_where_they_come_from_the_gpu() -> None:
+def test_zeros_from_the_gpu_between_pages_keep_one_range_whole() -> None:
     """Pages of 500 bytes, each at a multiple of 16 of a chunk in host memory."""
     zeros = DEVICE + GPU_BYTES // 2
     job = [*stores(500, 64, host_step=512), *((zeros, HOST + 512 * i + 500, 12) for i in range(64))]
@@ -114,7 +114,7 @@ def test_copies_within_the_gpu_need_no_staging() -> None:
     assert transfers(device) == [(DEVICE + 65536, DEVICE + 131072, 8192)]
 
 
-def test_copies_within_host_memory_never_reach_the_gpu() -> None:
+def test_copies_within_host_memory_do_not_reach_the_gpu() -> None:
     memory = np.arange(64, dtype=np.uint8)
     address = int(memory.ctypes.data)
     device = copied([(address, address + 32, 32)])
@@ -122,13 +122,13 @@ def test_copies_within_host_memory_never_reach_the_gpu() -> None:
     assert memory.tolist() == [*range(32)] * 2
 
 
-def test_loads_go_the_other_way_round() -> None:
+def test_loads_use_the_same_path_in_reverse() -> None:
     device = copied(loads(512, 64))
     assert transfers(device)[0] == (HOST, STAGING, SMALL.part_bytes)
     assert device.tables[0][0] == (STAGING, loads(512, 64)[0][1], 512)
 
 
-def test_the_parts_take_turns_and_no_turn_leaves_its_part() -> None:
+def test_the_staging_parts_alternate_and_no_copy_leaves_its_part() -> None:
     device = copied(stores(1000, 100))
     assert len(device.tables) > 2 * NUM_PARTS
     for turn, table in enumerate(device.tables):
@@ -138,8 +138,8 @@ def test_the_parts_take_turns_and_no_turn_leaves_its_part() -> None:
 
 @pytest.mark.parametrize("is_store", [True, False])
 @pytest.mark.parametrize("size", [4096, 16384, 262144])
-def test_a_block_is_one_row_and_a_part_of_the_staging_memory_one_copy(size: int, is_store: bool) -> None:
-    """256 MiB of scattered blocks of 32 layers, as the engine keeps them: layer after layer."""
+def test_a_block_is_one_row_and_a_staging_part_is_one_copy(size: int, is_store: bool) -> None:
+    """256 MiB of scattered blocks of 32 layers, stored layer by layer as in the engine."""
     layers, total = 32, 256 << 20
     num_blocks = total // size // layers
     blocks = np.random.default_rng(0).permutation(2 * num_blocks)[:num_blocks]
@@ -157,7 +157,7 @@ def test_a_block_is_one_row_and_a_part_of_the_staging_memory_one_copy(size: int,
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[tuple[bool, bool, int, int]]:
-    """(from the GPU, to the GPU, size, gap after it) of runs."""
+    """Runs as (from the GPU, to the GPU, size, gap after the run)."""
     one = st.tuples(
         st.booleans(), st.booleans(), st.sampled_from([1, 16, 300, 512, 4095, 4096, 9000]), st.integers(0, 3)
     )
@@ -173,7 +173,7 @@ def test_the_ways_together_move_every_byte_once(
     total = sum(size + gap for _, _, size, gap in job) + 1
     memory = {kind: np.random.default_rng(3).integers(0, 256, 2 * total, dtype=np.uint8) for kind in (False, True)}
     bases = {kind: int(array.ctypes.data) for kind, array in memory.items()}
-    device = PlayedDevice(seed)
+    device = SimulatedDevice(seed)
     device.register(bases[True], 2 * total)
     triples, expected, at = [], {kind: array.copy() for kind, array in memory.items()}, 0
     for from_gpu, to_gpu, size, gap in job:
@@ -188,7 +188,7 @@ def test_the_ways_together_move_every_byte_once(
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
-    """(number of runs, size, gap between destinations, source, step of sources) of rows."""
+    """Rows as (number of runs, size, gap between destinations, source, step of the sources)."""
     one = st.tuples(
         st.integers(1, 9),
         st.sampled_from([1, 16, 300, 512, 4095, 4096]),
@@ -209,13 +209,13 @@ def rows(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
 def test_rows_move_every_byte_once(
     drawn: list[tuple[int, int, int, int, int]], cuts: list[int], is_from_gpu: bool, seed: int
 ) -> None:
-    """Also rows of which some runs lie on the GPU and others do not."""
+    """Includes rows with some runs in GPU memory and some in host memory."""
     source = np.random.default_rng(3).integers(0, 256, 1 << 17, dtype=np.uint8)
     destination = np.zeros(1 << 21, dtype=np.uint8)
-    device = PlayedDevice(seed)
+    device = SimulatedDevice(seed)
     sides = source, destination
     for number, array in enumerate(sides if is_from_gpu else sides[::-1]):
-        # Of one side all but a few pieces is the GPU's, of the other only these pieces.
+        # One side is GPU memory except for a few pieces. The other side is host memory except for the same pieces.
         places = sorted({cut % array.nbytes for cut in cuts})
         bounds = [0, *places, array.nbytes] if number == 0 else [*places, *places[len(places) & ~1 :]]
         for begin, end in zip(bounds[::2], bounds[1::2], strict=False):
@@ -237,8 +237,8 @@ def test_rows_move_every_byte_once(
 
 
 @pytest.mark.parametrize("is_store", [True, False])
-def test_a_plan_of_rows_is_that_of_their_runs(is_store: bool) -> None:
-    """256 MiB of blocks of 32 layers."""
+def test_rows_and_their_runs_give_the_same_plan(is_store: bool) -> None:
+    """256 MiB in blocks of 32 layers."""
     size, layers, num_blocks = 16384, 32, 512
     blocks = np.random.default_rng(0).permutation(2 * num_blocks)[:num_blocks].tolist()
     step = 2 * num_blocks * size
@@ -258,19 +258,19 @@ def test_a_plan_of_rows_is_that_of_their_runs(is_store: bool) -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CopyTuning)])
-def test_limits_are_positive(field: str) -> None:
+def test_limits_must_be_positive(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected a number >= 1"):
         CopyTuning(**{field: 0})
 
 
-def test_a_part_of_the_staging_memory_takes_any_small_run() -> None:
+def test_a_part_of_the_staging_memory_fits_any_small_run() -> None:
     with pytest.raises(ValueError, match="staging_bytes: expected at least 262144"):
         CopyTuning(large_run_bytes=65536, staging_bytes=262143)
 
 
 @pytest.mark.parametrize("size", [512, SMALL.large_run_bytes])
-def test_no_copy_by_the_copy_engines_goes_from_one_registration_into_the_next(size: int) -> None:
-    """A slot may lie across the border. The kernel addresses memory, and registrations do not matter to it."""
+def test_no_copy_of_the_copy_engines_crosses_two_registrations(size: int) -> None:
+    """A slot may cross the border. The kernel uses addresses, so registrations do not matter to it."""
     host = REGISTRATION_BYTES - 5 * size // 2
     moved = transfers(copied([(DEVICE + 2 * i * size, host + i * size, size) for i in range(64)]))
     assert sum(num_bytes for _, _, num_bytes in moved) == 64 * size
@@ -289,17 +289,17 @@ def test_ranges_are_merged_to_ranges_that_do_not_overlap(drawn: list[tuple[int, 
     assert all(one[1] < other[0] for one, other in itertools.pairwise(found))
 
 
-def test_the_ends_of_a_range_of_the_gpu_are_known() -> None:
+def test_the_ends_of_a_gpu_memory_range_are_exact() -> None:
     size = SMALL.large_run_bytes
     device = Recording()
     device.register(DEVICE + GPU_BYTES + size, size)
     inside = [(DEVICE + GPU_BYTES - size, HOST, size), (DEVICE + GPU_BYTES + size, HOST + size, size)]
     device.copy(CopyRuns.of(inside), device.compute)
     assert transfers(device) == inside
-    # Just beside the ranges is host memory, and copies there are the host's.
+    # Memory directly beside the ranges is host memory, and the host copies it.
     real = np.arange(64, dtype=np.uint8)
     begin = int(real.ctypes.data)
-    beside = PlayedDevice()
+    beside = SimulatedDevice()
     beside.register(begin + 32, 32)
     beside.copy(CopyRuns.of([(begin, begin + 16, 16)]), beside.compute)
     assert ways(beside) == (0, 0)

@@ -1,7 +1,7 @@
-"""The kernel's arithmetic, played on the CPU, against a plain reference. No GPU runs here: tests/gpu has the kernel.
+"""The kernel's arithmetic, simulated on the CPU and compared with a plain reference. tests/gpu runs the kernel itself.
 
-What is simulated is the code itself: the template that nvcc compiles, for every warp and lane. What is not: how a GPU
-orders memory, and what its compiler makes of it.
+The simulation runs the template that nvcc compiles, for every warp and lane. It does not simulate the memory order of a
+GPU or the output of its compiler.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridkv.transfer import CopyRuns
 TILE_BYTES = 16 * 1024
 
 
-def played(case: Case, tile_bytes: int, num_warps: int) -> tuple[bool, int]:
-    """Whether the destination is as the reference says, and how many wide words moved."""
+def simulated(case: Case, tile_bytes: int, num_warps: int) -> tuple[bool, int]:
+    """Whether the destination matches the reference, and the number of wide words moved."""
     source, destination = case.memory()
     sources, destinations = case.sources + source.ctypes.data, case.destinations + destination.ctypes.data
     words = simulate_copy(CopyRuns(sources, destinations, case.sizes.copy()), tile_bytes, num_warps)
@@ -28,7 +28,7 @@ def played(case: Case, tile_bytes: int, num_warps: int) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_the_kernel_copies_what_the_reference_copies(case: Case) -> None:
-    is_same, _ = played(case, TILE_BYTES, num_warps=64)
+    is_same, _ = simulated(case, TILE_BYTES, num_warps=64)
     assert is_same
 
 
@@ -36,11 +36,11 @@ def test_the_kernel_copies_what_the_reference_copies(case: Case) -> None:
 @pytest.mark.parametrize("tile_bytes", [16, 1000, 1024 * 1024])
 def test_neither_tiles_nor_warps_change_the_result(tile_bytes: int, num_warps: int) -> None:
     case = next(case for case in cases() if case.name == "groups of many sizes")
-    is_same, _ = played(case, tile_bytes, num_warps)
+    is_same, _ = simulated(case, tile_bytes, num_warps)
     assert is_same
 
 
-def test_a_wrong_byte_would_be_noticed() -> None:
+def test_the_comparison_detects_a_wrong_byte() -> None:
     case = next(case for case in cases() if case.name == "pages of 4096")
     broken = Case(case.name, case.sources, case.destinations, case.sizes - (np.arange(len(case.sizes)) == 5))
     source, destination = broken.memory()
@@ -51,7 +51,7 @@ def test_a_wrong_byte_would_be_noticed() -> None:
     assert not np.array_equal(destination, case.expected(source))
 
 
-def test_pages_that_are_aligned_move_16_bytes_at_a_time() -> None:
+def test_aligned_pages_move_16_bytes_at_a_time() -> None:
     size = 32 * 1024
     source, destination = (np.zeros(4 * size + 16, dtype=np.uint8) for _ in range(2))
     bases = [-(-int(array.ctypes.data) // 16) * 16 for array in (source, destination)]
@@ -72,5 +72,5 @@ def random_cases(draw: st.DrawFn) -> Case:
 @settings(deadline=None)
 @given(case=random_cases(), tile_bytes=st.sampled_from([64, 100, 2048, 16384]), num_warps=st.integers(1, 40))
 def test_any_runs_are_copied_exactly(case: Case, tile_bytes: int, num_warps: int) -> None:
-    is_same, _ = played(case, tile_bytes, num_warps)
+    is_same, _ = simulated(case, tile_bytes, num_warps)
     assert is_same

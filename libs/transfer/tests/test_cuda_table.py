@@ -1,11 +1,11 @@
-"""The kernel's table describes the same copies as the runs it was made from: `Table` of csrc/cuda/job.cc."""
+"""The kernel's table describes the same copies as its runs: `Table` of csrc/cuda/job.cc."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_simulation import CopyRow, runs_in_rows, table_of
-from played_device import fragments
+from simulated_device import fragments
 
 from hybridkv.transfer import CopyRuns
 
@@ -14,7 +14,7 @@ Triples = list[tuple[int, int, int]]
 
 @st.composite
 def runs_with_steps(draw: st.DrawFn) -> Triples:
-    """Stretches of equal steps that touch, share steps, or hold a single run."""
+    """Ranges with equal steps that touch, share steps, or hold a single run."""
     triples: Triples = []
     source, destination = 10_000, 50_000
     for _ in range(draw(st.integers(0, 6))):
@@ -77,25 +77,25 @@ def test_a_table_of_rows_holds_the_same_fragments_in_the_same_order(
     assert done == len(runs) or len(table) == max_rows
 
 
-def test_a_row_is_cut_where_the_kernel_counts_no_more_tiles() -> None:
+def test_a_row_is_cut_at_the_tile_limit_of_the_kernel() -> None:
     row = (0, 1 << 60, 1 << 40, 1 << 41, 1 << 29, 5)
     table, num_tiles, done = table_of(runs_in_rows([row]), 1)
     assert (num_tiles, done) == (1 << 31, 4)
     assert fragments(table) == runs_in_rows([row]).triples()[:4]
 
 
-def test_no_runs_are_no_rows() -> None:
+def test_an_empty_list_of_runs_gives_no_rows() -> None:
     rows, num_tiles, _ = table_of(CopyRuns.empty(), 4096)
     assert (len(rows), num_tiles) == (0, 0)
 
 
-def test_a_table_ends_before_it_has_more_tiles_than_the_kernel_counts() -> None:
+def test_a_table_ends_before_the_tile_limit_of_the_kernel() -> None:
     half = CopyRuns.of([(0, 1 << 60, 1 << 30), (1 << 40, 1 << 61, 1 << 30), (1 << 41, 1 << 50, 1)])
     _, num_tiles, done = table_of(half, 1)
     assert (num_tiles, done) == (1 << 31, 2)
 
 
-def test_a_first_run_of_too_many_tiles_is_alone_in_its_table() -> None:
+def test_a_first_run_above_the_tile_limit_is_alone_in_its_table() -> None:
     too_many = CopyRuns.of([(0, 1 << 40, (1 << 31) + 5), (1 << 41, 1 << 42, 8)])
     _, num_tiles, done = table_of(too_many, 1)
     assert (num_tiles, done) == ((1 << 31) + 5, 1)

@@ -1,6 +1,6 @@
-"""The parts of the torch side that need no GPU: what is said when something is missing, and who gives memory back.
+"""The parts of the torch side that need no GPU: errors for missing components, and the release of memory.
 
-CUDA's runtime is played where it is named; tests/gpu runs the real one.
+The CUDA runtime is faked where a test needs it; tests/gpu uses the real one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from hybridkv.transfer.cuda.kernel_device import KernelDevice, load_library
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.runs import ROW_WORDS
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without a GPU")
 
 
 @pytest.fixture(autouse=True)
-def looks_anew() -> Iterator[None]:
+def fresh_library_cache() -> Iterator[None]:
     load_library.cache_clear()
     yield
     load_library.cache_clear()
 
 
 @needs_no_gpu
-def test_a_gpu_that_torch_does_not_see_cannot_be_opened() -> None:
+def test_a_gpu_that_torch_does_not_find_cannot_be_opened() -> None:
     with pytest.raises(CudaError, match=r"sees no GPU cuda:0"):
         open_device(0)
 
 
 @needs_no_gpu
-def test_an_address_cannot_be_judged_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kind_of_an_address_cannot_be_read_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._driver.cache_clear()
     monkeypatch.setattr(driver.ctypes, "CDLL", _no_library)
     with pytest.raises(CudaError, match=r"libcuda\.so\.1: not found"):
@@ -52,7 +52,7 @@ def _no_library(name: str) -> None:
     raise OSError("not found")
 
 
-def test_a_missing_distribution_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_distribution_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hybridkv.cuda_kernels", None)
     with pytest.raises(CudaError, match=r"hybridkv-cuda cannot be loaded: .*; install hybridkv-vllm\[cuda\]"):
         load_library()
@@ -64,7 +64,7 @@ def provide(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hybridkv.cuda_kernels", module)
 
 
-def test_a_library_that_is_broken_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_library_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "libhybridkv_cuda.so"
     broken.write_bytes(b"not a library")
     provide(broken, monkeypatch)
@@ -72,7 +72,7 @@ def test_a_library_that_is_broken_is_an_error(monkeypatch: pytest.MonkeyPatch, t
         load_library()
 
 
-class PlayedLibrary:
+class FakeLibrary:
     """The functions of csrc/cuda/copier.cc, on the CPU."""
 
     def __init__(self) -> None:
@@ -116,15 +116,15 @@ def words(pointer: ctypes.c_void_p, count: int) -> list[int]:
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     provide(tmp_path, monkeypatch)
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: PlayedLibrary())
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: FakeLibrary())
     monkeypatch.setattr(kernel_device, "INTERFACE_VERSION", 3)
-    monkeypatch.setattr(PlayedLibrary, "hybridkv_cuda_interface_version", lambda self: 2)
+    monkeypatch.setattr(FakeLibrary, "hybridkv_cuda_interface_version", lambda self: 2)
     with pytest.raises(CudaError, match="interface version 2, hybridkv-transfer needs 3: install matching versions"):
         load_library()
 
 
-def test_a_device_gives_the_library_its_limits_the_gpus_memory_and_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = PlayedLibrary()
+def test_a_device_passes_limits_memory_ranges_and_runs_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeLibrary()
     monkeypatch.setattr(kernel_device, "load_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -149,8 +149,8 @@ def test_a_device_gives_the_library_its_limits_the_gpus_memory_and_each_run(monk
     assert library.closed == [77]
 
 
-class PlayedRuntime:
-    """cudaHostRegister and cudaHostUnregister, on paper."""
+class FakeRuntime:
+    """Records calls of cudaHostRegister and cudaHostUnregister."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -165,15 +165,15 @@ class PlayedRuntime:
         return 0
 
 
-def play(runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_runtime(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: None)
 
 
-def test_pinned_memory_is_given_back_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = PlayedRuntime()
-    play(runtime, monkeypatch)
+def test_pinned_memory_is_released_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    use_runtime(runtime, monkeypatch)
     memory = pin_memory(100_000)
     assert runtime.pinned == {int(memory.ctypes.data): 100_000}
     part = memory[:4096][10:20]
@@ -186,9 +186,9 @@ def test_pinned_memory_is_given_back_with_its_last_view(monkeypatch: pytest.Monk
     assert runtime.pinned == {}
 
 
-def test_memory_that_is_there_already_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = PlayedRuntime()
-    play(runtime, monkeypatch)
+def test_existing_memory_stays_pinned_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    use_runtime(runtime, monkeypatch)
     owner = bytearray(5000)
     memory = np.frombuffer(owner, dtype=np.uint8)
     pin_existing(memory)
@@ -202,8 +202,8 @@ def test_memory_that_is_there_already_is_pinned_as_long_as_it_is_used(monkeypatc
     assert runtime.pinned == {}
 
 
-def test_memory_that_cannot_be_pinned_is_an_error_with_the_calls_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(PlayedRuntime(code=2), monkeypatch)
+def test_the_error_for_memory_that_cannot_be_pinned_names_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_runtime(FakeRuntime(code=2), monkeypatch)
     with pytest.raises(
         TransferError, match="pinned 0 bytes of 4096, then: cudaHostRegister of 4096 bytes: cudaError 2"
     ):
@@ -216,6 +216,6 @@ def test_memory_is_not_pinned_without_a_gpu() -> None:
         pin_memory(4096)
 
 
-def test_no_memory_is_no_request() -> None:
+def test_a_request_for_no_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="num_bytes: expected a number >= 1"):
         pin_memory(0)

@@ -1,4 +1,4 @@
-"""An interpreter that exits while jobs are queued ends as any other. In processes of their own."""
+"""An interpreter with queued jobs exits normally. Each test runs in its own process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if sys.argv[2] == "kept":
 assert engine.wait([JobId(0)], patience.seconds(6.0))
 """
 
-STAND_STILL = """
+BLOCK = """
 import threading
 import patience
 from hybridkv.transfer import CopyRuns, CpuCopyEngine, JobId, queued
@@ -38,11 +38,11 @@ queued.EXIT_TIMEOUT_S = 0.01
 engine = CpuCopyEngine()
 entered = threading.Event()
 
-def stand_still():
+def block():
     entered.set()
     threading.Event().wait()
 
-engine.submit(JobId(0), CopyRuns.empty(), before=stand_still)
+engine.submit(JobId(0), CopyRuns.empty(), before=block)
 assert entered.wait(patience.seconds(6.0))
 """
 
@@ -54,7 +54,7 @@ from hybridkv.transfer import CpuCopyEngine
 engine = CpuCopyEngine()
 held, done = threading.Event(), threading.Event()
 
-def hold():  # as the copy thread may when somebody forks
+def hold():  # the copy thread may hold the lock during a fork
     with engine._changed:
         held.set()
         done.wait()
@@ -90,8 +90,8 @@ def test_an_interpreter_exits_with_jobs_queued(num_threads: str, memory: str) ->
         assert finished.returncode == 0, finished.stderr
 
 
-def test_a_hook_that_stands_still_does_not_hold_up_the_exit() -> None:
-    finished = run(STAND_STILL)
+def test_a_blocked_hook_does_not_delay_the_exit() -> None:
+    finished = run(BLOCK)
     assert finished.returncode == 0
     assert "a copy job still runs" in finished.stderr
 

@@ -1,4 +1,4 @@
-"""Runs are copied natively, and digests of records are taken on the way."""
+"""Native code copies runs and computes digests of records in the same pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridkv.transfer.jobs import copy_runs
 
 
 @pytest.mark.parametrize("native", [None, "class MemoryCopier: ..."], ids=["missing", "too old"])
-def test_without_the_extension_it_refuses_to_start_and_says_what_to_install(tmp_path: Path, native: str | None) -> None:
+def test_the_error_without_the_extension_says_what_to_install(tmp_path: Path, native: str | None) -> None:
     program = "import sys; sys.modules['hybridkv.native'] = None; import hybridkv.transfer"
     if native is not None:
         (tmp_path / "old_native.py").write_text(native)
@@ -30,7 +30,7 @@ def test_without_the_extension_it_refuses_to_start_and_says_what_to_install(tmp_
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 3000), st.integers(0, 70)), max_size=30))
-def test_every_byte_is_copied_and_digests_are_those_of_xxhash(runs: list[tuple[int, int, int]]) -> None:
+def test_every_byte_is_copied_and_digests_equal_those_of_xxhash(runs: list[tuple[int, int, int]]) -> None:
     source = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8)
     starts = np.cumsum([0] + [gap + size for _, size, gap in runs])
     places = [int(start) + gap for start, (_, _, gap) in zip(starts, runs, strict=False)]
@@ -48,7 +48,7 @@ def test_every_byte_is_copied_and_digests_are_those_of_xxhash(runs: list[tuple[i
         assert target.tobytes() == expected.tobytes()
 
 
-def test_an_engine_takes_digests_while_it_copies() -> None:
+def test_an_engine_computes_digests_while_it_copies() -> None:
     source, target = np.arange(256, dtype=np.uint8), np.zeros(256, dtype=np.uint8)
     engine = InlineCopyEngine()
     engine.register(source.ctypes.data, 256, "source")

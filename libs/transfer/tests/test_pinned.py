@@ -1,4 +1,4 @@
-"""Host memory for a device."""
+"""Pinned host memory for a device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hybridkv.transfer import TransferError, pinned
 from hybridkv.transfer.pinned import MemoryLimit, map_memory, numa_local_cpus, pin, touch
 
 STEP = 1 << 20
-"""Registrations end at multiples of it, in tests that say so."""
+"""Registrations end at multiples of this size in tests that set it."""
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-needs_populate = pytest.mark.skipif(KERNEL < (5, 14), reason="MADV_POPULATE_WRITE came with Linux 5.14")
+needs_populate = pytest.mark.skipif(KERNEL < (5, 14), reason="MADV_POPULATE_WRITE needs Linux 5.14")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def cpus() -> set[int]:
 
 
 def smaps(address: int) -> dict[str, str]:
-    """What the operating system says of the mapping at an address."""
+    """The entry of /proc/self/smaps for the mapping at an address."""
     found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -43,7 +43,7 @@ def smaps(address: int) -> dict[str, str]:
 
 
 def resident_bytes(memory: np.ndarray) -> int:  # type: ignore[type-arg]
-    """Of page-aligned memory."""
+    """The resident bytes of page-aligned memory."""
     pages = (ctypes.c_ubyte * -(-memory.nbytes // mmap.PAGESIZE))()
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     assert mincore(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), pages) == 0
@@ -51,7 +51,7 @@ def resident_bytes(memory: np.ndarray) -> int:  # type: ignore[type-arg]
 
 
 class Registrations:
-    """What is pinned, on paper; the registration of that number fails."""
+    """Records the pinned ranges. The registration with the number `fails` fails."""
 
     def __init__(self, fails: int | None = None) -> None:
         self.pinned: dict[int, int] = {}
@@ -88,7 +88,7 @@ def test_memory_is_registered_in_parts_between_multiples(
     assert paper.pinned == {}
 
 
-def test_where_one_registration_fails_none_is_left(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_registration_leaves_none(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "REGISTRATION_BYTES", STEP)
     memory, paper = map_memory(3 * STEP), Registrations(fails=1)
     start = int(memory.ctypes.data)
@@ -118,15 +118,15 @@ def test_memory_that_begins_within_a_page_keeps_its_bytes(cpus: set[int]) -> Non
 
 
 @needs_populate
-def test_memory_that_is_not_there_is_an_error_with_its_size(cpus: set[int]) -> None:
-    beyond = (ctypes.c_uint8 * (1 << 20)).from_address(0x1000)  # below what a process may map
+def test_the_error_for_memory_that_cannot_be_committed_has_its_size(cpus: set[int]) -> None:
+    beyond = (ctypes.c_uint8 * (1 << 20)).from_address(0x1000)  # below the lowest address that a process may map
     with pytest.raises(
         TransferError, match=f"1048576 bytes of memory cannot be committed: {os.strerror(errno.ENOMEM)}"
     ):
         touch(np.frombuffer(beyond, dtype=np.uint8), cpus)
 
 
-def test_a_kernel_that_cannot_touch_memory_leaves_it_to_the_registration(
+def test_registration_works_if_the_kernel_cannot_populate_memory(
     cpus: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinned, "_MADV_POPULATE_WRITE", 12345)
@@ -135,7 +135,7 @@ def test_a_kernel_that_cannot_touch_memory_leaves_it_to_the_registration(
     assert sum(paper.pinned.values()) == 1 << 20 and resident_bytes(memory) == 0
 
 
-def test_the_threads_that_touch_stay_on_their_cpus(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_touch_memory_stay_on_their_cpus(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, set[int], str]] = []
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda pid, only: asked.append((pid, only, threading.current_thread().name))
@@ -144,9 +144,7 @@ def test_the_threads_that_touch_stay_on_their_cpus(cpus: set[int], monkeypatch: 
     assert asked == [(0, {min(cpus)}, "hybridkv-touch")]
 
 
-def test_cpus_near_a_gpu_are_those_of_its_node_that_this_process_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpus_near_a_gpu_are_the_allowed_cpus_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 8, 9, 40})
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=3)
     directory = tmp_path / "0000:dc:03.0"

@@ -1,4 +1,4 @@
-"""Batches, overlap and failures of the engines that copy in streams. Their fences: test_stream_orders.py."""
+"""Batches, overlap and failures of the engines that copy in streams. test_stream_orders.py tests their fences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 64
 
 
 class WatchedDevice(LazyDevice):
-    """Notes how each batch was submitted."""
+    """Records how each batch was submitted."""
 
     def __init__(self) -> None:
         super().__init__(lambda below: 0, is_driven=True)
@@ -73,7 +73,7 @@ def finish(engine: CopyEngine, *job_ids: int) -> list[CopyResult]:
 
 
 def wait_for_batches(device: LazyDevice, engine: StreamCopyEngine, number: int) -> None:
-    """Of a batch that failed, until its engine waits for what was submitted of it."""
+    """Waits for the event of a batch. For a failed batch, waits until its engine waits for its submitted copies."""
     assert device.wait_for_record(engine._copies._stream, number)  # type: ignore[arg-type]
 
 
@@ -84,11 +84,11 @@ def test_a_job_is_one_batch(device: WatchedDevice, engine: StreamCopyEngine) -> 
     assert device.batches == [(4, False)]
 
 
-def test_no_copy_goes_from_one_registration_into_the_next(
+def test_no_copy_crosses_two_registrations(
     device: WatchedDevice, engine: StreamCopyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(device, engine)
-    # In the middle of page 3, and of none of the cache.
+    # In the middle of page 3 of the arena. No border lies in the cache.
     monkeypatch.setattr(streams, "REGISTRATION_BYTES", int(memory.arena.ctypes.data) + 3 * PAGE + PAGE // 2)
     engine.submit(JobId(1), memory.store(1, 3, 5))
     wait_for_batches(device, engine, 1)
@@ -98,7 +98,7 @@ def test_no_copy_goes_from_one_registration_into_the_next(
 
 
 def test_both_threads_enter_the_device(device: WatchedDevice, engine: StreamCopyEngine) -> None:
-    """`LazyDevice` fails whatever is asked of it on a thread that did not."""
+    """`LazyDevice` fails every call on a thread that did not enter it."""
     memory = Memory(device, engine)
     engine.submit(JobId(1), memory.store(1))
     wait_for_batches(device, engine, 1)
@@ -116,7 +116,7 @@ def test_only_sources_in_pinned_memory_may_be_read_in_any_order(
     assert device.batches == [(2, True), (1, False)]
 
 
-def test_what_follows_a_copy_runs_while_the_next_is_under_way(device: WatchedDevice, engine: StreamCopyEngine) -> None:
+def test_after_of_a_copy_runs_while_the_next_copy_is_in_flight(device: WatchedDevice, engine: StreamCopyEngine) -> None:
     memory = Memory(device, engine)
     entered, opened = threading.Event(), threading.Event()
 
@@ -145,7 +145,7 @@ def test_after_runs_on_the_thread_that_waits_for_batches(engine: StreamCopyEngin
     assert names == ["hybridkv-copied"]
 
 
-def test_seconds_of_a_job_begin_when_the_job_before_has_ended(device: WatchedDevice) -> None:
+def test_seconds_of_a_job_begin_when_the_previous_job_has_ended(device: WatchedDevice) -> None:
     now = [1.0]
     engine = StreamCopyEngine(device, lambda: now[0])
     memory = Memory(device, engine)
@@ -157,7 +157,9 @@ def test_seconds_of_a_job_begin_when_the_job_before_has_ended(device: WatchedDev
     engine.close()
 
 
-def test_a_result_comes_only_when_its_batch_has_happened(device: WatchedDevice, engine: StreamCopyEngine) -> None:
+def test_a_result_is_returned_only_after_its_batch_has_completed(
+    device: WatchedDevice, engine: StreamCopyEngine
+) -> None:
     memory = Memory(device, engine)
     engine.submit(JobId(1), memory.store(1))
     wait_for_batches(device, engine, 1)
@@ -167,7 +169,7 @@ def test_a_result_comes_only_when_its_batch_has_happened(device: WatchedDevice, 
     assert (result.failure, result.num_bytes, memory.is_stored(1)) == (None, PAGE, True)
 
 
-def test_a_batch_that_is_refused_fails_its_job_alone_and_when_nothing_of_it_can_still_write(
+def test_a_refused_batch_fails_only_its_job_after_all_its_writes(
     device: WatchedDevice, engine: StreamCopyEngine
 ) -> None:
     memory = Memory(device, engine)
@@ -176,7 +178,7 @@ def test_a_batch_that_is_refused_fails_its_job_alone_and_when_nothing_of_it_can_
     engine.submit(JobId(1), memory.store(1), after=lambda: called.append(1))
     engine.submit(JobId(2), memory.store(2))
     wait_for_batches(device, engine, 1)
-    assert not engine.wait([JobId(1)], 0.01), "half of it was submitted"
+    assert not engine.wait([JobId(1)], 0.01), "half of the batch was submitted"
     device.drain()
     wait_for_batches(device, engine, 2)
     device.drain()
@@ -186,7 +188,7 @@ def test_a_batch_that_is_refused_fails_its_job_alone_and_when_nothing_of_it_can_
     assert memory.is_stored(2)
 
 
-def test_a_copy_that_fails_on_the_device_fails_its_job_alone(
+def test_a_copy_that_fails_on_the_device_fails_only_its_job(
     device: WatchedDevice, engine: StreamCopyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(device, engine)
@@ -208,7 +210,7 @@ def test_a_copy_that_fails_on_the_device_fails_its_job_alone(
     assert (first.num_bytes, second.failure) == (0, None)
 
 
-def test_a_batch_without_an_event_behind_it_fails_its_job_when_nothing_of_it_can_still_write(
+def test_a_batch_without_its_event_fails_its_job_after_all_its_writes(
     device: WatchedDevice, engine: StreamCopyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(device, engine)
@@ -224,7 +226,7 @@ def test_a_batch_without_an_event_behind_it_fails_its_job_when_nothing_of_it_can
     monkeypatch.setattr(LazyEvent, "record", record)
     engine.submit(JobId(1), memory.store(1))
     wait_for_batches(device, engine, 1)
-    assert not engine.wait([JobId(1)], 0.01), "all of it was submitted"
+    assert not engine.wait([JobId(1)], 0.01), "the whole batch was submitted"
     device.drain()
     [result] = finish(engine, 1)
     assert "out of memory" in str(result.failure) and memory.is_stored(1)
@@ -242,8 +244,8 @@ def test_a_batch_that_is_refused_inline_fails_its_job() -> None:
     assert memory.is_stored(1)
 
 
-def test_the_fence_is_taken_on_the_thread_that_submits(device: WatchedDevice, engine: StreamCopyEngine) -> None:
-    """So that it is behind what that thread has enqueued for compute, in whichever stream."""
+def test_the_fence_is_taken_on_the_submitting_thread(device: WatchedDevice, engine: StreamCopyEngine) -> None:
+    """So the fence comes after all work that this thread has enqueued for compute, in any stream."""
     memory = Memory(device, engine)
     forward = device.new_stream()
     with device.stream(forward):

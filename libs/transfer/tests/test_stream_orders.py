@@ -1,9 +1,9 @@
-"""Fences of the engines that copy in streams, on a device that does everything in any legal order (`lazy_device`).
+"""Fences of the engines that copy in streams, on a device that runs work in any legal order (`lazy_device`).
 
-A step of the test is one of an inference engine: a forward pass writes and reads blocks, blocks are stored, and loaded
-over blocks that pending compute still reads or zeroes. Every order is drawn by hypothesis: what is submitted when,
-which stream goes on, which piece of a batch comes next. Blocks hold the number of their last writer, so a read before
-it, or after the block's reuse, finds another number. Controls leave one fence out each.
+A step of the test is a step of an inference engine: a forward pass writes and reads blocks, blocks are stored, and
+blocks are loaded over blocks that pending compute still reads or zeroes. Hypothesis draws every order: the time of each
+submission, the next stream, the next piece of a batch. Blocks hold the number of their last writer, so a read before
+this writer, or after the reuse of the block, finds another number. Each control leaves out one fence.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DRAWN_BYTES = 300
 
 
 class WrongBytesError(AssertionError):
-    """A block or a slot holds what another has written."""
+    """A block or a slot holds the bytes of another writer."""
 
 
 class Tape:
-    """Numbers that hypothesis drew; zeros behind its end."""
+    """Numbers that hypothesis drew, then zeros."""
 
     def __init__(self, drawn: bytes = b"") -> None:
         self._drawn = iter(drawn)
@@ -58,17 +58,17 @@ class DrawnCopy:
     blocks: list[int]
     slots: list[int]
     numbers: list[int]
-    """That the destinations hold afterwards."""
+    """The expected values of the destinations after the copy."""
     local: list[int] = field(default_factory=list)
-    """Blocks that others of it are copied from."""
+    """Blocks from which other blocks of this copy are copied."""
 
 
 class Rig:
-    """An inference engine's step, a store and a load at a time. What it does is always allowed.
+    """Random but legal steps of an inference engine: forward passes, stores and loads.
 
     Args:
-        device: where everything happens.
-        reuses_early: control: blocks are written and slots read before the result of their job.
+        device: the device that runs all work.
+        reuses_early: control: blocks are written and slots are read before the result of their job.
     """
 
     def __init__(self, device: LazyDevice, *, reuses_early: bool = False) -> None:
@@ -91,7 +91,7 @@ class Rig:
         self.number = 0
         self.cache.zero_()
         self.blocks = [0] * BLOCKS
-        """The number that each block will hold once all that was enqueued has happened."""
+        """The expected number of each block after all enqueued work."""
         self.slots: list[int | None] = [None] * SLOTS
 
     def run(self, drawn: bytes) -> None:
@@ -123,7 +123,7 @@ class Rig:
             return
         first = self.choose(len(free) - len(blocks) + 1)
         slots = free[first : first + len(blocks)]
-        # The forward pass of this step writes what is stored at its end.
+        # The forward pass of this step writes the blocks that are stored at its end.
         fresh = [block for block in blocks if block in self._writable()]
         self._write(fresh, [self._next() for _ in fresh])
         job = DrawnCopy(True, blocks, slots, [self.blocks[block] for block in blocks])
@@ -142,7 +142,7 @@ class Rig:
         if len(targets) < len(slots) + len(local) or not targets:
             return
         if self.choose(2):
-            # Whoever had these blocks before still reads them, and new blocks are zeroed.
+            # The earlier owners of these blocks still read them, and new blocks are zeroed.
             self._read(targets)
             self._write(targets, [0] * len(targets))
         sources = [(self._slot(slot), self.slots[slot]) for slot in slots]
@@ -157,7 +157,7 @@ class Rig:
         self.device.advance(self.choose(12))
 
     def end_jobs(self) -> None:
-        """Takes results of what has happened; each is taken when its engine is done with it, so that runs are equal."""
+        """Takes the results of completed jobs. Waits for each result, so that equal tapes give equal runs."""
         for engine, is_store in ((self.stores, True), (self.loads, False)):
             of_engine = [job_id for job_id, job in self.jobs.items() if job.is_store is is_store]
             stream = engine._copies._stream
@@ -173,7 +173,7 @@ class Rig:
                         self.slots[slot] = number
 
     def close(self) -> None:
-        """Whatever is under way ends, right or wrong."""
+        """Completes all work in flight, right or wrong."""
         while any(stream.steps for stream in self.device.streams):
             with contextlib.suppress(WrongBytesError):
                 self.device.drain()
@@ -192,7 +192,7 @@ class Rig:
         assert self.device.wait_for_record(stream, enqueued)
 
     def _verify(self, job: DrawnCopy) -> str | None:
-        """As a store is sealed, on the thread that ends jobs, while other batches are copied."""
+        """Checks the stored slots on the thread that ends jobs, while other batches are copied, as at a seal."""
         if not job.is_store:
             return None
         return self._differs("slot", job.slots, self.arena[job.slots], job.numbers)
@@ -225,7 +225,7 @@ class Rig:
         self.device.launch(read)
 
     def _writable(self) -> list[int]:
-        """Blocks that no job holds: stored ones are pinned, loaded ones belong to requests that wait."""
+        """Blocks that no job holds. Blocks of a store are pinned; blocks of a load belong to waiting requests."""
         if self.reuses_early:
             return list(range(BLOCKS))
         busy = {block for job in self.jobs.values() for block in (*job.blocks, *job.local)}
@@ -256,7 +256,7 @@ class Rig:
 
 
 def orders(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a `given` test with so many orders: the same in every short run."""
+    """A decorator that runs a `given` test with this many orders: the same orders in every short run."""
     return settings(
         max_examples=number,
         derandomize=number < 1000,
@@ -289,18 +289,18 @@ def test_no_order_reads_a_block_before_its_writer_or_after_its_reuse(rig: Rig) -
 
 
 class AnySourceOrder(LazyDevice):
-    """Sources on the device are read in any order, too."""
+    """Also reads sources on the device in any order."""
 
     def swap_blocks_batch(self, *columns: np.ndarray, is_src_access_order_any: bool) -> None:  # type: ignore[type-arg, override]
         super().swap_blocks_batch(*columns, is_src_access_order_any=True)
 
 
 @pytest.mark.parametrize("device", [StoresWithoutFence, LoadsWithoutFence, WithoutCompletion, AnySourceOrder])
-def test_every_fence_that_is_left_out_is_found(device: type[LazyDevice]) -> None:
+def test_each_missing_fence_is_detected(device: type[LazyDevice]) -> None:
     assert finds_a_wrong_byte(lambda: Rig(device(Tape(), is_driven=True)))
 
 
-def test_reuse_before_the_result_is_found() -> None:
+def test_reuse_before_the_result_is_detected() -> None:
     assert finds_a_wrong_byte(lambda: Rig(LazyDevice(Tape(), is_driven=True), reuses_early=True))
 
 

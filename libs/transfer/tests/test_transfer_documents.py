@@ -1,4 +1,4 @@
-"""README.md runs as printed, and CONTRACT.md names only tests that exist."""
+"""The example of README.md runs as printed, and CONTRACT.md names only existing tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_example_in_the_readme_runs() -> None:
         exec(compile(program, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_every_claim_of_the_contract_names_a_test_that_exists() -> None:
+def test_every_claim_of_the_contract_names_an_existing_test() -> None:
     claims = [line for line in (LIBRARY / "CONTRACT.md").read_text().splitlines() if line.startswith("- ")]
     sources = LIBRARY.glob("tests/*.py")
     known = set(re.findall(r"def (test_\w+)\(", "\n".join(path.read_text() for path in sources)))

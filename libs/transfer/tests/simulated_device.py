@@ -1,9 +1,8 @@
-"""A GPU played on the CPU, as hostile as CUDA allows, beneath the plan of csrc/cuda/job.cc.
+"""A GPU simulated on the CPU for the plan of csrc/cuda/job.cc. It executes work in every order that CUDA allows.
 
-It is host memory that is called a GPU's. Nothing happens before the host waits, and then the two queues advance in an
-order drawn by chance, held back by events alone, and no further than the host waits for; the runs of one copy happen in
-any order. So an event that is missing is a wrong byte sooner or later. It says nothing about CUDA's own calls or about
-time: tests/gpu does.
+Its GPU memory is host memory. Queued work runs only when the host waits, and only until the awaited event. The two
+queues then advance in random order, limited only by events. The runs of one copy are executed in any order. So a
+missing event causes a wrong byte in some order. tests/gpu tests the calls of CUDA and their times.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CALLS = {
     "transfer": (_POINTER, _POINTER, _POINTER, _U64),
     "finish": (),
 }
-"""`Calls` of csrc/cuda/simulation.cc: the names in order, and what each is given."""
+"""`Calls` of csrc/cuda/simulation.cc: their names in order, and their arguments."""
 
 
 class Calls(ctypes.Structure):
@@ -56,14 +55,14 @@ class Event:
 
 @dataclass
 class Step:
-    """One thing in a queue: `run` may happen once `event` has, where there is one."""
+    """One operation in a queue. If it has an `event`, `run` may start only after this event."""
 
     run: Callable[[], None]
     event: Event | None = None
 
 
-class PlayedDevice:
-    """`tuning`: limits of the jobs. Its `fail_on` names a call that fails."""
+class SimulatedDevice:
+    """Simulated GPU. `tuning` has the limits of its jobs; `fail_on` names a call that fails."""
 
     def __init__(self, seed: int = 0, tuning: CopyTuning = SMALL) -> None:
         self.tuning = tuning
@@ -76,13 +75,13 @@ class PlayedDevice:
         self.log: list[str] = []
         self.transfers: list[CopyRuns] = []
         self.tables: list[list[tuple[int, int, int]]] = []
-        """What the copy engines and the kernel were given."""
+        """The copies of the copy engines and of the kernel."""
         self._random = random.Random(seed)
         self._staging = np.full(tuning.staging_bytes, 0x5A, dtype=np.uint8)
         part_rows = int(simulation().hybridkv_job_part_rows())
         self._device_rows = np.zeros((NUM_PARTS, part_rows, ROW_WORDS), dtype=np.int64)
         self._wanted: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}  # the last table of each part
-        self._host_rows: dict[int, Event] = {}  # by their address: when the upload from there has happened
+        self._host_rows: dict[int, Event] = {}  # key: address of the rows; value: set after their upload
         self._ranges: list[tuple[int, int]] = []
         self._failure: CudaError | None = None
 
@@ -91,7 +90,7 @@ class PlayedDevice:
         return int(self._staging.ctypes.data)
 
     def memory_kind(self, address: int) -> MemoryKind:
-        """As a test said; else every other registration is the GPU's."""
+        """The kind that a test has set; otherwise GPU memory and pinned memory alternate."""
         if address not in self.kinds:
             self.kinds[address] = MemoryKind.DEVICE if len(self.kinds) % 2 == 0 else MemoryKind.PINNED
         return self.kinds[address]
@@ -126,7 +125,7 @@ class PlayedDevice:
             raise self._failure
 
     def _guarded(self, name: str) -> Callable[..., int]:
-        """No exception may pass through C++. The first one is the job's."""
+        """Keeps exceptions out of C++ frames. The first exception is the failure of the job."""
 
         def call(*arguments: Any) -> int:
             try:
@@ -134,7 +133,7 @@ class PlayedDevice:
             except CudaError as error:
                 self._failure = self._failure or error
                 return 1
-            except BaseException as error:  # a mistake of the test
+            except BaseException as error:  # an error of the test
                 self._failure = self._failure or CudaError(f"{type(error).__name__}: {error}")
                 return 1
             return 0
@@ -156,7 +155,7 @@ class PlayedDevice:
         self._advance(self._recorded[other, part].happened.is_set)
 
     def _upload(self, queue: int, part: int, rows: int, count: int) -> None:
-        """The host filled `rows` just now: what was uploaded from there before must have happened."""
+        """The host has just filled `rows`, so the earlier upload from this address must have completed."""
         if rows in self._host_rows:
             assert self._host_rows[rows].happened.is_set(), "a table was overwritten before the GPU had read it"
         event = self._host_rows[rows] = Event()
@@ -176,8 +175,8 @@ class PlayedDevice:
         rows, wanted = self._device_rows[part, :count], self._wanted[part]
 
         def run() -> None:
-            if not np.array_equal(rows, wanted):  # its addresses may be anything
-                raise CudaError("the kernel was given another table")
+            if not np.array_equal(rows, wanted):  # the addresses may be arbitrary
+                raise CudaError("the kernel received another table")
             simulate_table(rows, num_tiles, self.tuning.tile_bytes, WARPS)
 
         self._queues[KERNEL].append(Step(run))
@@ -220,7 +219,7 @@ def _may_begin(step: Step) -> bool:
 
 
 def fragments(rows: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int, int]]:
-    """The copies that a table says, row by row: (source, destination, num_bytes)."""
+    """The copies of a table, row by row: (source, destination, num_bytes)."""
     return [
         (source + i * source_step, destination + i * destination_step, size)
         for source, destination, source_step, destination_step, size, count, _, _ in rows.tolist()
