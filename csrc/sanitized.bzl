@@ -1,4 +1,4 @@
-"""Tests whose whole program, the library under test included, is compiled with a sanitizer."""
+"""Tests with a sanitizer in the whole program, including the library under test."""
 
 load("@rules_cc//cc:defs.bzl", "cc_library", "cc_test")
 
@@ -11,10 +11,10 @@ def _copts(options):
     return options + ["-O2", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 
 def sanitized_library(name, **kwargs):
-    """`<name>_address` and `<name>_thread`: a library as `sanitized_tests` link it, compiled once for all of them.
+    """`<name>_address` and `<name>_thread`: a library for `sanitized_tests`, compiled once for all of them.
 
     Args:
-        name: what the libraries' names begin with.
+        name: the start of the libraries' names.
         **kwargs: forwarded to cc_library.
     """
     for sanitizer, options in _SANITIZERS.items():
@@ -30,13 +30,14 @@ def sanitized_library(name, **kwargs):
 def sanitized_tests(name, srcs, deps, library = None, **kwargs):
     """`<name>_address_test` and `<name>_thread_test`: part of `--config=full`.
 
-    `--config=asan`, `ubsan` and `tsan` put a sanitizer into any C++ target; these two cost no second build of the rest.
+    `--config=asan`, `ubsan` and `tsan` put a sanitizer into any C++ target; these two tests need no second build of the
+    other targets.
 
     Args:
         name: the test's name without `_test`.
         srcs: its sources.
         deps: header-only libraries.
-        library: a `sanitized_library` with what it tests, unless that is among deps.
+        library: the `sanitized_library` under test, if it is not among deps.
         **kwargs: forwarded to cc_test.
     """
     for sanitizer, options in _SANITIZERS.items():

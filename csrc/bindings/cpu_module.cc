@@ -97,7 +97,7 @@ std::vector<std::int64_t> checked_ends(const Integers& record_ends, std::size_t 
   std::vector<std::int64_t> ends(record_ends.data(), record_ends.data() + record_ends.size());
   std::int64_t last = 0;
   for (const std::int64_t end : ends) {
-    require(end >= last, "record_ends: expected ends that do not fall");
+    require(end >= last, "record_ends: expected ends that do not decrease");
     last = end;
   }
   require(static_cast<std::size_t>(last) == num_runs, "record_ends: expected the last to be the number of runs");

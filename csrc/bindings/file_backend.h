@@ -44,7 +44,7 @@ inline MadeBackend make_backend(const std::string& backend, std::size_t max_in_f
     uring_error = errno;
   }
   if (backend == "io_uring") {
-    throw std::runtime_error(std::string("this kernel gives us no io_uring: ") + std::strerror(uring_error));
+    throw std::runtime_error(std::string("this kernel does not allow io_uring: ") + std::strerror(uring_error));
   }
   return {make_file_queue(cpu::FileBackend::kThreads, max_in_flight, num_threads), uring_error};
 }

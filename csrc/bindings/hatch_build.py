@@ -1,6 +1,6 @@
-"""Compiles the extension, unless Bazel has laid it in the package, and tags the wheel for what the extension runs on.
+"""Compiles the extension, unless Bazel has put it into the package, and tags the wheel with its platform.
 
-A source distribution has the C++ below `csrc`. To compile it takes g++ 12 or another compiler of C++20, and nanobind.
+A source distribution has the C++ files in `csrc`. Compiling them needs g++ 12 or another C++20 compiler, and nanobind.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 GLIBC = "2_34"
-"""The oldest that has every symbol of the extension; a test asks auditwheel."""
+"""The oldest glibc with every symbol of the extension. A test checks it with auditwheel."""
 OLDEST_OF_ABI3 = ("cp312", "abi3")
-"""nanobind's stable ABI needs what Python 3.12 brought."""
+"""nanobind's stable ABI needs functions of Python 3.12."""
 COMPILER_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-w")
 
 
@@ -46,7 +46,7 @@ def compile_extension(root: Path) -> None:
     """Compiles `csrc` for this Python and this machine.
 
     Raises:
-        RuntimeError: there is no compiler, or it refuses a file; its words are in the message.
+        RuntimeError: no compiler was found, or it failed; its output is in the message.
     """
     import nanobind
 

@@ -163,7 +163,7 @@ class LedgerBase {
         misuse_(std::move(misuse)) {
     require(answers_.size() == 3 && refusals_.size() == ledger::kNumRefusals - 1,
             "answers, refusals: expected three and four");
-    if (PyCallable_Check(make_slot_.ptr()) == 0) throw nb::type_error("make_slot: expected what can be called");
+    if (PyCallable_Check(make_slot_.ptr()) == 0) throw nb::type_error("make_slot: expected a callable");
     if (!PyExceptionClass_Check(misuse_.ptr())) throw nb::type_error("misuse: expected a type of exceptions");
   }
 
@@ -192,7 +192,7 @@ class LedgerBase {
     return nb::borrow(refusals_[static_cast<std::size_t>(refusal) - 1]);
   }
 
-  // At most two keys of which another one extends the first that is present, in a tuple.
+  // A tuple of at most two candidates: a key extends the first one that is present.
   static ledger::Extends extended_of(PyObject* object) {
     const Py_ssize_t count = PyTuple_Check(object) ? PyTuple_Size(object) : -1;
     if (count < 0 || count > 2) throw nb::type_error("extends: expected a tuple of at most two keys");

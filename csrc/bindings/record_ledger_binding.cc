@@ -79,7 +79,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     const Key view = key_of(key.ptr());
     const Refusal refusal = ledger_.take(view, {address, payload_bytes}, extended_of(extends.ptr()));
     if (refusal != Refusal::kNone) {
-      raise(std::string("take: expected a key that nothing speaks against, got ") + hex(view) + " (" +
+      raise(std::string("take: expected a key that is not refused, got ") + hex(view) + " (" +
             words_of(refusal) + ")");
     }
     return slot({address, payload_bytes});
@@ -191,8 +191,8 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   void refuse_all() { ledger_.refuse_all(); }
 
   std::uint64_t begin_walk() { return ledger_.begin_walk(); }
-  // True if the walk goes on, and columns: joined keys, their lengths (16 bits), addresses, payload bytes (64 bits) and
-  // turns (32 bits). None if another walk has begun.
+  // True if the walk continues, and columns: joined keys, their lengths (16 bits), addresses, payload bytes (64 bits)
+  // and turns (32 bits). None if another walk has begun.
   nb::object walk(std::uint64_t number, std::size_t num_entries) {
     require(num_entries >= 1, "num_entries: expected at least 1");
     ledger::Columns columns;

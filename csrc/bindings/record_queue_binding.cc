@@ -64,7 +64,7 @@ class Records {
   Records(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
       : digest_at_(digest_at) {
     require(digest_at <= cpu::kRecordPageBytes - 2 * cpu::kDigestBytes,
-            "digest_at: expected room for two digests behind it in a page");
+            "digest_at: expected room for two digests after it in a page");
     require(batch_bytes >= 1, "batch_bytes: expected at least 1");
     // Requests beyond the number of threads wait. If the system permits few threads, the file queue must leave one for
     // the record queue.
@@ -79,7 +79,7 @@ class Records {
       }
     }
   }
-  // Records that have not ended go on, with their memory: a request to a device cannot be taken back.
+  // Records that have not ended continue, with their memory: a request to a device cannot be cancelled.
   ~Records() {
     bool is_over = false;
     {
@@ -100,12 +100,12 @@ class Records {
 
   bool submit(std::int64_t tag, bool is_store, int fd, std::int64_t offset, bool is_direct, bool syncs,
               const nb::bytes& header, const nb::sequence& buffers) {
-    require(fd >= 0, "fd: expected a file that is open");
+    require(fd >= 0, "fd: expected an open file");
     require(offset >= 0 && offset <= kLargestOffset && offset % static_cast<std::int64_t>(cpu::kRecordPageBytes) == 0,
             "offset: expected a multiple of 4096, at most 2^62");
     require(
         header.size() >= digest_at_ + cpu::kDigestBytes && header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
-        "header: expected room for the payload's digest in it, and for its own behind it in a page");
+        "header: expected room for the payload's digest in it, and for its own digest after it in a page");
     Buffers held;
     for (const nb::handle buffer : buffers) held.add(buffer, !is_store);
     cpu::RecordRequest record{tag, is_store, is_direct, syncs, fd, offset, {}, held.extents()};
@@ -116,7 +116,7 @@ class Records {
     // Held before the record can be written. `close` is checked here, because Python code may have run since the call
     // began.
     const auto [place, is_new] = buffers_.try_emplace(tag, std::move(held));
-    require(is_new, "tag: expected one that no record has that has not been taken");
+    require(is_new, "tag: expected one that no submitted record has until it is taken");
     bool is_taken = false;
     try {
       is_taken = queue_->submit(std::move(record));

@@ -2,7 +2,7 @@
 //
 // It has two backends: io_uring, by system calls alone, if the kernel has and permits it; otherwise threads that call
 // preadv and pwritev. The caller owns the memory, and aligns memory and offsets for files opened with O_DIRECT. A queue
-// keeps no data, opens and closes no file, and knows no format.
+// keeps no data, opens and closes no file, and does not depend on a file format.
 #ifndef HYBRIDKV_CPU_FILE_QUEUE_H_
 #define HYBRIDKV_CPU_FILE_QUEUE_H_
 

@@ -14,7 +14,7 @@ using Byte = unsigned char;
 using Word = std::uint64_t;
 
 // Streams of memory that one loop advances together: the memory controller keeps several pages open at once, and one
-// stream alone leaves it idle while its prefetcher finds the next page.
+// single stream leaves it idle while its prefetcher finds the next page.
 inline constexpr std::size_t kNumLanes = 4;
 
 // `num_bytes` of a copy without checksum is a multiple of this.

@@ -74,7 +74,7 @@ void require_pages(const BlockPages& pages) {
   std::int64_t end = 0;
   for (const PageColumn& column : pages.columns) {
     if (column.offset < end || column.page_bytes <= 0) {
-      refuse("pages: expected them one behind the other, got one at " + text(column.offset));
+      refuse("pages: expected them one after the other, got one at " + text(column.offset));
     }
     if (column.page_bytes > pages.block_bytes || column.offset > pages.block_bytes - column.page_bytes) {
       refuse("pages: expected " + text(pages.block_bytes) + " bytes, got " + text(column.page_bytes) + " at " +

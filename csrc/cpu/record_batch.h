@@ -1,6 +1,6 @@
 // Adjacent records of a file, as one request of a file queue.
 //
-// A record is a page with its header, and its payload in whole pages. The batch knows only two fields of the header:
+// A record is a page with its header, and its payload in whole pages. The batch uses only two fields of the header:
 // the digest of the payload at `digest_at`, and the digest of the header after the header. The rest of the page is
 // zeros. With O_DIRECT it uses the caller's memory if each part is aligned to pages and of whole pages, except for the
 // end of the last one; otherwise it copies through memory of the batch. It starts nothing and waits for nothing.

@@ -3,7 +3,7 @@
 // Its thread drives a file queue: it joins waiting records that are adjacent in a file into one request, keeps as many
 // requests in flight as the file queue permits, and verifies loaded records after it has started the next requests.
 // Loads go before stores, because requests of the engine wait for them, but only a bounded number of loads may overtake
-// a store. It opens no file, knows no format but the place of the digest, and does not choose the records to store.
+// a store. It opens no file, depends on no format except the place of the digest, and does not choose the records.
 //
 // It runs one sync for each descriptor at a time, for all batches written by then. The kernel reports a failed
 // write-back only once for each descriptor, to the next sync. So a failed sync fails every batch that was started

@@ -116,7 +116,7 @@ bool Uring::submit(FileRequest request) {
   requests_[slot].emplace(std::move(request));
   free_.pop_back();
   push(slot);
-  // `reap` submits again what the kernel does not take now.
+  // `reap` submits the entries again that the kernel does not take now.
   enter(0, 0.0);
   return true;
 }

@@ -14,7 +14,7 @@ namespace {
 // Copies in one call. The driver crashes with about 50,000; 512, 4,096 and 32,768 are equally fast on an H100.
 constexpr std::size_t kMostCopies = 4096;
 
-// The driver's entry point, of either signature: CUDA 13 took the index of the failing copy away.
+// The driver's entry point, of either signature: CUDA 13 removed the index of the failing copy.
 using BatchCopy12 = CUresult (*)(CUdeviceptr*, CUdeviceptr*, std::size_t*, std::size_t, CUmemcpyAttributes*,
                                  std::size_t*, std::size_t, std::size_t*, CUstream);
 using BatchCopy13 = CUresult (*)(CUdeviceptr*, CUdeviceptr*, std::size_t*, std::size_t, CUmemcpyAttributes*,

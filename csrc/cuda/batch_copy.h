@@ -11,9 +11,9 @@
 
 namespace hybridkv::cuda {
 
-// Copies `sizes[i]` bytes from `sources[i]` to `destinations[i]`, for each i, in no particular order:
-// a driver call for every 4,096 where the driver has cuMemcpyBatchAsync (CUDA 12.8), else one for each copy.
-// Never waits. `stream` is not the legacy default stream. The arrays may go when this returns.
+// Copies `sizes[i]` bytes from `sources[i]` to `destinations[i]`, for each i, in no particular order: one
+// driver call for every 4,096 copies if the driver has cuMemcpyBatchAsync (CUDA 12.8), otherwise one for each copy.
+// Never waits. `stream` is not the legacy default stream. The arrays may be freed when this returns.
 Status copy_batch(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
                   std::size_t count, cudaStream_t stream);
 

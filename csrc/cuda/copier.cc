@@ -1,7 +1,7 @@
 // The C interface of libhybridkv_cuda.so, which hybridkv.transfer.cuda calls through ctypes: copies of jobs on one GPU.
 //
 // A function returns 0, or 1 with the failed CUDA call's name in `error`. Streams and events are CUDA's own handles, so
-// they may come from any other CUDA runtime in the process, as torch's do.
+// any other CUDA runtime in the process may have created them, such as torch's.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -91,7 +91,7 @@ class Copier final : public Gpu {
                        stream(Queue::kTransfer)));
   }
   void finish() override {
-    // Not cudaStreamSynchronize, which keeps a core busy.
+    // cudaStreamSynchronize would keep a core busy.
     require(cudaEventRecord(end_, stream(Queue::kKernel)), "cudaEventRecord");
     require(cudaStreamWaitEvent(stream(Queue::kTransfer), end_, 0), "cudaStreamWaitEvent");
     require(cudaEventRecord(end_, stream(Queue::kTransfer)), "cudaEventRecord");
@@ -103,7 +103,7 @@ class Copier final : public Gpu {
   void enter() const { require(cudaSetDevice(device_), "cudaSetDevice"); }
 
   static void make_event(cudaEvent_t& event) {
-    // A thread that waits for it sleeps, where it would spin otherwise.
+    // A thread that waits for this event sleeps; without the flag it would spin.
     require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
             "cudaEventCreateWithFlags");
   }

@@ -1,8 +1,8 @@
-// Index arithmetic of the copy kernel: which bytes a lane of a warp copies.
+// Index arithmetic of the copy kernel: the bytes that each lane of a warp copies.
 //
-// Everything here runs on the host as well, so that the CPU can play the kernel warp by warp and
-// lane by lane (simulation.cc). Needs no CUDA headers. It allocates nothing and checks no
-// address: job.cc has checked the table.
+// All of it also runs on the host, so that the CPU can simulate the kernel warp by warp and lane by
+// lane (simulation.cc). Needs no CUDA headers. It allocates nothing and checks no address: job.cc
+// has checked the table.
 #ifndef HYBRIDKV_CUDA_FRAGMENTS_H_
 #define HYBRIDKV_CUDA_FRAGMENTS_H_
 
@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Marks what both the host and a device run, so that g++ and nvcc compile one source.
+// Marks functions for the host and for a device, so that g++ and nvcc compile one source.
 #if defined(__CUDACC__)
 #define HYBRIDKV_HOST_DEVICE __host__ __device__
 #else
@@ -21,7 +21,7 @@ namespace hybridkv::cuda {
 
 inline constexpr std::uint32_t kLanes = 32;
 
-// The widest access of a lane, and how many of them it has in flight.
+// Bytes of the widest access of a lane, and the number of such accesses that it has in flight.
 inline constexpr std::uint32_t kWidestWord = 16;
 inline constexpr std::uint32_t kWordsInFlight = 4;
 
@@ -29,7 +29,7 @@ inline constexpr std::uint32_t kWordsInFlight = 4;
 // `destination`, `destination + destination_stride`, ...
 //
 // A row of the kernel's table, which job.cc fills: eight 64-bit words. The kernel cuts a fragment into
-// tiles; `first_tile` counts the tiles of all rows before.
+// tiles; `first_tile` is the number of tiles of all earlier rows.
 struct FragmentRun {
   std::uint64_t source;
   std::uint64_t destination;
@@ -48,22 +48,22 @@ static_assert(offsetof(FragmentRun, source_stride) == 16 && offsetof(FragmentRun
 static_assert(offsetof(FragmentRun, fragment_bytes) == 32 && offsetof(FragmentRun, num_fragments) == 40);
 static_assert(offsetof(FragmentRun, first_tile) == 48 && offsetof(FragmentRun, tiles_per_fragment) == 56);
 
-// What one warp copies at a time: a piece of one fragment.
+// A piece of one fragment, which one warp copies at a time.
 struct Tile {
   std::uint64_t source;
   std::uint64_t destination;
   std::uint64_t num_bytes;
 };
 
-// A tile as a lane sees it: bytes up to where words may begin, whole words, and the bytes left over.
+// Parts of a tile: bytes before the first aligned word, whole words, and the remaining bytes.
 struct WordSplit {
   std::uint32_t head_bytes;
   std::uint32_t tail_bytes;
   std::uint64_t num_words;
 };
 
-// The row of `tile`: the last one that begins at or before it. It lies in [low, num_runs), because
-// a warp's tiles ascend and `low` is where its last one was. Rows hold at least one tile each.
+// The row of `tile`: the last row that begins at or before it. It is in [low, num_runs), because the
+// tiles of a warp ascend and `low` is the row of its previous tile. Each row has at least one tile.
 HYBRIDKV_HOST_DEVICE constexpr std::uint32_t find_run(const FragmentRun* runs, std::uint32_t low,
                                                       std::uint32_t num_runs, std::uint64_t tile) {
   std::uint32_t high = num_runs;
@@ -137,8 +137,8 @@ HYBRIDKV_HOST_DEVICE void copy_tile(const Tile& tile, std::uint32_t lane, Memory
   }
 }
 
-// One lane's part of a whole plan. Tiles are dealt out to warps in turns, so that neighbours work on
-// neighbouring bytes and no warp has more than one tile more than another.
+// One lane's part of a whole plan. Warps take tiles in turn, so that neighbouring warps copy
+// neighbouring bytes and the numbers of tiles of two warps differ by at most one.
 template <class Memory>
 HYBRIDKV_HOST_DEVICE void copy_fragments(const FragmentRun* runs, std::uint32_t num_runs, std::uint64_t num_tiles,
                                          std::uint64_t tile_bytes, std::uint32_t warp, std::uint32_t num_warps,

@@ -1,4 +1,4 @@
-"""Tags the wheel: no Python ABI, since ctypes loads the library, but one platform."""
+"""Tags the wheel with its platform and no Python ABI, because ctypes loads the library."""
 
 from __future__ import annotations
 

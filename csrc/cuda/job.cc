@@ -101,7 +101,7 @@ bool Table::continues(const FragmentRun& last, const CopyRow& row) const {
 }
 
 std::uint64_t Table::add(const CopyRow& row) {
-  // Divisions are most of the time of a plan, and rows are usually alike.
+  // Divisions take most of the time of a plan, and rows are usually alike.
   if (word(row.num_bytes) != fragment_bytes_) {
     fragment_bytes_ = word(row.num_bytes);
     tiles_per_fragment_ = (fragment_bytes_ + tile_bytes_ - 1) / tile_bytes_;
@@ -348,7 +348,7 @@ void JobCopier::enqueue_staged(const Small& small, bool is_store) {
   }
 }
 
-// The kernel packs the part once what was there has been moved away; then the part moves.
+// The kernel packs the part after its previous bytes have been moved away; then the copy engines move the part.
 void JobCopier::enqueue_store(int part, const Table& table) {
   wait_if_recorded(Queue::kKernel, Queue::kTransfer, part);
   gpu_.upload(Queue::kKernel, part, table.num_rows());
@@ -360,8 +360,8 @@ void JobCopier::enqueue_store(int part, const Table& table) {
   read_by_[part] = Queue::kKernel;
 }
 
-// The part moves once the kernel has unpacked what was there; then the kernel unpacks it. The table goes ahead of the
-// bytes: behind the bytes of other parts it would come late.
+// The copy engines move the part after the kernel has unpacked its previous bytes; then the kernel unpacks it. The
+// table is uploaded before the bytes, because it would be late after the bytes of other parts.
 void JobCopier::enqueue_load(int part, const Table& table) {
   wait_if_recorded(Queue::kTransfer, Queue::kKernel, part);
   gpu_.upload(Queue::kTransfer, part, table.num_rows());
@@ -385,7 +385,7 @@ void JobCopier::copy_within_host() const {
   }
 }
 
-// An empty table in the part's host memory, once the GPU has read the last one there.
+// An empty table in the part's host memory. Waits until the GPU has read the previous table there.
 Table JobCopier::table_of(int part) {
   if (read_by_[part].has_value()) gpu_.host_wait(*read_by_[part], part);
   return {gpu_.rows(part), kPartRows, limits_.tile_bytes};

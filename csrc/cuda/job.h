@@ -1,15 +1,15 @@
 // Plan of one job of copies between a GPU's memory and pinned host memory: the way of each row of runs, and their
-// order. Its time depends on the number of rows, and on that of runs only for batched runs and for rows that do not go
-// to or come from one stretch of the host's memory.
+// order. Its time depends on the number of rows. It depends on the number of runs only for batched runs and for rows
+// without a contiguous range of host memory.
 //
 // Three ways:
 //
-// - batched: the GPU's copy engines, one descriptor for each run. They use no multiprocessors and reach the link's speed
-//   once runs are large, but each descriptor costs the host 1 to 2 us: for runs of `large_run_bytes` and more.
+// - batched: the GPU's copy engines, one descriptor for each run. They use no multiprocessors and reach the speed of
+//   the link with large runs, but each descriptor costs the host 1 to 2 us. For runs of `large_run_bytes` and more.
 // - staged: the kernel packs small runs in staging memory on the GPU, and the copy engines move it in a few long runs;
-//   loads go the other way round. The parts of the staging memory take turns, so that packing and moving overlap.
-// - direct: the kernel reads or writes pinned host memory itself: for jobs too small for two steps, where staging would
-//   not make the runs longer, and within the GPU.
+//   loads use the reverse order. The parts of the staging memory alternate, so that packing and moving overlap.
+// - direct: the kernel reads or writes pinned host memory itself. For small jobs, for runs that staging would not make
+//   longer, and for copies within the GPU.
 //
 // Plain C++ without CUDA. `Gpu` is its interface to a GPU: copier.cc implements it with CUDA, tests simulate it on the
 // CPU.
@@ -27,13 +27,13 @@
 
 namespace hybridkv::cuda {
 
-// Number of parts of the staging memory and of the memory for tables. The parts take turns: the host fills the table of
+// Number of parts of the staging memory and of the memory for tables. The parts alternate: the host fills the table of
 // one part while the GPU works on the others.
 inline constexpr int kParts = 4;
 // Rows in the table of one part.
 inline constexpr std::size_t kPartRows = 8192;
 
-// Copies of a job. No two destinations overlap, and numbers are not negative but for steps.
+// Copies of a job. No two destinations overlap. Only steps may be negative.
 using Rows = std::span<const CopyRow>;
 
 // Copies by the GPU's copy engines: `sizes[i]` bytes, at least one, from `sources[i]` to `destinations[i]`.
@@ -49,18 +49,18 @@ struct AddressRange {
 };
 
 struct Limits {
-  std::uint64_t large_run_bytes;     // from here on a run is batched; at most `part_bytes`
-  std::uint64_t direct_job_bytes;    // small runs of one direction that are together no more than this are direct
+  std::uint64_t large_run_bytes;     // smallest size of a batched run; at most `part_bytes`
+  std::uint64_t direct_job_bytes;    // limit for the sum of small runs of one direction that are direct
   std::uint64_t part_bytes;          // of staging memory
-  std::uint64_t tile_bytes;          // one warp of the kernel copies so many at a time
+  std::uint64_t tile_bytes;          // bytes that one warp of the kernel copies at a time
   std::uint64_t registration_bytes;  // a registration of host memory ends at each multiple of this power of two
 };
 
-// The two streams. One stream runs its steps in order; events alone order two streams.
+// The two streams. One stream runs its steps in order; only events order two streams.
 enum class Queue { kKernel, kTransfer };
 
-// The streams, the events and the memory that a job uses. Each call enqueues, but for `host_wait` and `finish`. A call
-// that fails throws.
+// The streams, the events and the memory of a job. Each call except `host_wait` and `finish` enqueues. A call that
+// fails throws.
 class Gpu {
  public:
   // `queue` waits for everything that the caller's stream held before the job.
@@ -85,14 +85,14 @@ class Gpu {
   ~Gpu() = default;
 };
 
-// The table of the copy kernel. Runs of one size become one row where their sources and their destinations go on in
-// equal steps, also if they are added one by one.
+// The table of the copy kernel. Runs of one size with equal steps between their sources and between their destinations
+// become one row, also if they are added one by one.
 class Table {
  public:
   Table(FragmentRun* rows, std::size_t max_rows, std::uint64_t tile_bytes)
       : rows_(rows), max_rows_(max_rows), tile_bytes_(tile_bytes) {}
 
-  // Adds the first runs of a row, as many as fit. Returns how many.
+  // Adds the first runs of a row, as many as fit. Returns their number.
   std::uint64_t add(const CopyRow& row);
   std::size_t num_rows() const { return num_rows_; }
   std::uint64_t num_tiles() const { return num_tiles_; }
@@ -109,15 +109,15 @@ class Table {
   std::uint64_t tiles_per_fragment_ = 0;  // of fragments of `fragment_bytes_`
 };
 
-// Copies jobs, one after another. It keeps the memory of its lists from job to job: new memory costs more than the
-// plan.
+// Copies jobs, one after another. It reuses the memory of its lists for later jobs: new memory costs more time than
+// the plan.
 class JobCopier {
  public:
   // `staging`: kParts times `part_bytes` of GPU memory.
   JobCopier(std::uint64_t staging, const Limits& limits, Gpu& gpu)
       : staging_(staging), limits_(limits), gpu_(gpu), moved_(limits.registration_bytes) {}
 
-  // Returns after all bytes are copied. If a call of the Gpu throws, waits until nothing of the job can write any more,
+  // Returns after all bytes are copied. If a call of the Gpu throws, waits until no copy of the job can still write,
   // and throws the same exception.
   //
   // `device`: ranges of GPU memory, ascending, without overlaps. All other addresses are host memory.
@@ -126,7 +126,7 @@ class JobCopier {
  private:
   enum class Way : std::uint8_t { kWithinHost, kBatched, kDirect, kStaged };
 
-  // Runs for the copy engines: neighbours are joined, and none goes from one registration into the next.
+  // Runs for the copy engines: neighbours are joined, and no run crosses two registrations.
   class Transfers {
    public:
     explicit Transfers(std::uint64_t registration_bytes) : mask_(registration_bytes - 1) {}
@@ -186,7 +186,7 @@ class JobCopier {
   // State of the current job.
   std::vector<CopyRow> rows_;
   std::vector<Way> ways_;          // of each row
-  std::uint32_t ways_in_job_ = 0;  // bits of these ways, and perhaps of kStaged without any
+  std::uint32_t ways_in_job_ = 0;  // bits of these ways; kStaged may be set without staged rows
   Small stores_, loads_;
   Transfers moved_;
   int num_turns_ = 0;

@@ -21,7 +21,7 @@ struct WordOf<8> { using Type = uint2; };
 template <>
 struct WordOf<16> { using Type = uint4; };
 
-// Every byte is read once and written once, so neither may push out what compute keeps in the caches.
+// Every byte is read once and written once, so these accesses must not evict the data of compute from the caches.
 struct StreamingMemory {
   template <std::uint32_t kWidth>
   __device__ void copy(std::uint64_t source, std::uint64_t destination) {

@@ -1,8 +1,8 @@
-// Launches of the kernel. Nothing waits: each call enqueues on `stream` and returns.
+// Launches of the kernel. No call waits: each one enqueues on `stream` and returns.
 //
-// Tables lie in device memory, or in pinned host memory that the device can address, and
-// must stay as they are until the stream has passed. `num_blocks` bounds the thread blocks, hence
-// the multiprocessors that are taken from compute.
+// Tables are in device memory, or in pinned host memory that the device can address, and must not
+// change until the launch has ended. `num_blocks` limits the thread blocks, and so the
+// multiprocessors that compute cannot use.
 #ifndef HYBRIDKV_CUDA_KERNELS_H_
 #define HYBRIDKV_CUDA_KERNELS_H_
 
@@ -16,7 +16,7 @@
 namespace hybridkv::cuda {
 
 // Loads the code of the kernel onto the current device. CUDA would load it at the first launch, and
-// then wait for what runs.
+// wait for running work.
 Status load_kernels();
 
 // Copies all fragments of a table of `num_runs` rows, which hold `num_tiles` tiles of at most

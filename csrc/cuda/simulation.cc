@@ -1,9 +1,9 @@
-// A job of the copier, played on the CPU: the plan of job.cc, and the kernel of kernels.cu by every block, warp and
-// lane, with the same template (fragments.h) and plain memory. Tests call it through ctypes and compare with a plain
-// reference; on a machine without a GPU it is the only thing that runs this arithmetic.
+// Simulation of the copier's jobs on the CPU: the plan of job.cc, and the kernel of kernels.cu for every block, warp
+// and lane, with the same template (fragments.h) and plain memory. Tests call it through ctypes and compare with a
+// plain reference; on a machine without a GPU no other code runs this arithmetic.
 //
-// It shows that the bytes and their order are right, and that no event is missing. It cannot show timing, or what a
-// compiler for device code makes of the template.
+// It tests the bytes, their order, and that no event is missing. It tests neither timing nor the output of a compiler
+// for device code.
 #include <algorithm>
 #include <cstdint>
 #include <ctime>
@@ -33,9 +33,9 @@ struct Calls {
   int (*finish)();
 };
 
-class PlayedGpu final : public Gpu {
+class SimulatedGpu final : public Gpu {
  public:
-  explicit PlayedGpu(const Calls& calls) : calls_(calls), rows_(kParts * kPartRows) {}
+  explicit SimulatedGpu(const Calls& calls) : calls_(calls), rows_(kParts * kPartRows) {}
 
   void wait_for_caller(Queue queue) override { require(calls_.wait_for_caller(static_cast<int>(queue))); }
   void record(Queue queue, int part) override { require(calls_.record(static_cast<int>(queue), part)); }
@@ -93,7 +93,7 @@ double thread_seconds() {
 
 extern "C" {
 
-// 16-byte words that were moved, or -1 if a word was not aligned.
+// Returns the number of 16-byte words moved, or -1 if a word was not aligned.
 std::int64_t hybridkv_simulate_table(const FragmentRun* rows, std::uint64_t num_rows, std::uint64_t num_tiles,
                                      std::uint64_t tile_bytes, std::uint32_t num_warps) {
   HostMemory memory;
@@ -105,7 +105,7 @@ std::int64_t hybridkv_simulate_table(const FragmentRun* rows, std::uint64_t num_
   return memory.misaligned ? -1 : static_cast<std::int64_t>(memory.wide_words);
 }
 
-// The table of copies, as the kernel reads it. `rows` has room for `max_rows`. How many of the runs are in it.
+// Writes the kernel's table of copies to `rows`, at most `max_rows`. Returns the number of its runs.
 std::uint64_t hybridkv_fill_table(const CopyRow* copies, std::uint64_t count, std::uint64_t tile_bytes,
                                   FragmentRun* rows, std::uint64_t max_rows, std::uint64_t* num_rows,
                                   std::uint64_t* num_tiles) {
@@ -121,10 +121,10 @@ std::uint64_t hybridkv_fill_table(const CopyRow* copies, std::uint64_t count, st
   return done;
 }
 
-// 1: a call failed. `limits`: as `Limits`.
+// Returns 1 if a call failed. `limits`: as `Limits`.
 int hybridkv_play_job(const CopyRow* rows, std::uint64_t count, const AddressRange* device, std::uint64_t num_ranges,
                       std::uint64_t staging, const Limits* limits, const Calls* calls) {
-  PlayedGpu gpu(*calls);
+  SimulatedGpu gpu(*calls);
   try {
     JobCopier(staging, *limits, gpu).copy({rows, count}, {device, num_ranges});
     return 0;
@@ -133,7 +133,7 @@ int hybridkv_play_job(const CopyRow* rows, std::uint64_t count, const AddressRan
   }
 }
 
-// Processor time in seconds of the plan of a job: the best of `rounds`, on a GPU that does nothing.
+// Returns the processor time of the plan of a job, in seconds: the best of `rounds`, on a GPU that does nothing.
 double hybridkv_time_plan(const CopyRow* rows, std::uint64_t count, const AddressRange* device,
                           std::uint64_t num_ranges, std::uint64_t staging, const Limits* limits,
                           std::uint64_t rounds) {

@@ -1,6 +1,7 @@
 // Keys of a tier and their states, by the rules of hybridkv.tiers.ledger. It evicts only leaves, keys that no present
-// key extends, the least recently used first. The entry that an evicted one extended is the next to go, or the most
-// recent one if it was used in a later call. What extended a key that goes out of turn extends what that one extended.
+// key extends, the least recently used first. The entry that an evicted one extended is evicted next, or becomes the
+// most recent one if it was used in a later call. If a key with extensions is removed, these extend its parent: the key
+// that it extended.
 // It takes many keys in one call. A `Space` places the bytes and counts their size, in units.
 //
 // The cost of a call does not depend on the number of keys in the ledger; that of `forget_all` depends on the number of
@@ -51,7 +52,7 @@ struct Bounds {
   std::uint32_t few_keys = 256;
 };
 
-// Keys of which a key extends the first that is present. An empty key stands for none.
+// Two candidates. A key extends the first candidate that is present. An empty key is no candidate.
 struct Extends {
   Key first;
   Key second;
@@ -92,8 +93,8 @@ class BasicLedger {
   std::size_t invalidate_all(std::span<const Key> keys);
   template <class Act>
   void touch(std::span<const Key> keys, Act&& act);  // act(entry), for committed and unpinned entries only
-  // Sets what present keys extend, if they extend nothing yet. The walk that excludes cycles is short if each key comes
-  // before the one that it extends.
+  // Sets the keys that present keys extend, if they extend none yet. The walk that excludes cycles is short if each key
+  // precedes the one that it extends.
   void extend(std::span<const Key> keys, std::span<const Extends> extends);
   // The entries of the keys. False if a key is not committed, or has so many pins that one more could overflow.
   bool find_committed(std::span<const Key> keys, std::uint32_t* entries) const;
@@ -170,7 +171,8 @@ class BasicLedger {
  private:
   // Old tables freed by one reservation. A reservation uses less of the new tables, so old tables do not pile up.
   static constexpr std::size_t kGivenBackBytes = 64 * 1024;
-  // Limit for pieces of old tables. Beyond it the oldest pieces are freed at once; little of them is left by then.
+  // Limit for pieces of old tables. Beyond it the oldest pieces are freed at once; most of their memory is free
+  // by then.
   static constexpr std::size_t kMostLeftovers = 256;
   // Half the range of 32 bits: one call can add as many again without an overflow.
   static constexpr std::uint32_t kMostPins = std::uint32_t{1} << 31;
@@ -289,7 +291,7 @@ Refusal BasicLedger<Space>::why_not(Key key, std::uint32_t tag, std::uint64_t nu
   if (table_.find(key, tag) != kNone) return Refusal::kPresent;
   if (num_units > bounds_.largest_units) return Refusal::kTooLarge;
   if (!lacks_room(num_units, 1)) return Refusal::kNone;
-  // Little more than what the reservation evicts is visited: with all of it visited there is no room for one key.
+  // Visits about as many entries as the reservation evicts. If it visits all of them, there is no room for the key.
   std::uint64_t num_freed = 0;
   std::uint32_t num_gone = 0;
   bool has_room = false;
@@ -492,7 +494,7 @@ std::size_t BasicLedger<Space>::unpin_all(std::span<const Key> keys, Act&& act) 
   return num_done;
 }
 
-// Makes a committed entry evictable, once nothing extends it.
+// Makes a committed entry evictable, as soon as no entry extends it.
 template <class Space>
 void BasicLedger<Space>::track(std::uint32_t index) {
   table_[index].last_use = num_calls_;
@@ -512,8 +514,8 @@ void BasicLedger<Space>::link(std::uint32_t index, std::uint32_t extends) {
   if (above.chain == Chain::kLeaves) chains_.move(table_, extends, Chain::kInner);
 }
 
-// Takes an entry out of the tree. If nothing else extends the entry that it extended, that one is the next to go, or the
-// most recent one if it was used after this one.
+// Takes an entry out of the tree. If no other entry extends its parent, the parent is evicted next, or becomes the most
+// recent one if it was used after this entry.
 template <class Space>
 void BasicLedger<Space>::unlink(std::uint32_t index) {
   Entry& entry = table_[index];

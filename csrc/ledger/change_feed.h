@@ -18,7 +18,7 @@ struct Changes {
 
 class ChangeFeed {
  public:
-  // Starts the feed. It names at most `max_keys` keys; with more it says that any key may have changed.
+  // Starts the feed. It names at most `max_keys` keys; with more it reports that any key may have changed.
   void watch(std::size_t max_keys) {
     if (is_on_) return;
     is_on_ = true;

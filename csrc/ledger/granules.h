@@ -3,7 +3,7 @@
 //
 // A search for a free granule takes one step a level: six for four billion granules. A chunk needs at most 64 searches.
 // To take or free granules costs one step for each 64. A chunk may use any set of granules, so fragmentation wastes no
-// space; it only makes the list of runs longer. Knows no keys.
+// space; it only makes the list of runs longer. It has no keys.
 #ifndef HYBRIDKV_LEDGER_GRANULES_H_
 #define HYBRIDKV_LEDGER_GRANULES_H_
 

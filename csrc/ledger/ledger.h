@@ -38,7 +38,7 @@ class Ledger : public BasicLedger<GranuleSpace> {
   // Adds the place of a committed key. False if the key is not committed.
   bool find(Key key, Places& places) const;
 
-  // What the key extends is kept, and evicted after it.
+  // The entry that the key extends is kept, and evicted after it.
   Refusal reserve(Key key, std::uint64_t num_bytes, const Extends& extends, Places& places) {
     return reserve(key, table_.tag_of(key), num_bytes, extends, places);
   }

@@ -9,7 +9,7 @@ template class BasicLedger<SegmentSpace>;
 
 namespace {
 
-// Chains with committed records, the most recently used first. What their records extend is read with them.
+// Chains with committed records, the most recently used first. A walk reads the ancestors of a record with it.
 constexpr Chain kInOrder[] = {Chain::kPinned, Chain::kReserved, Chain::kLeaves};
 constexpr std::size_t kNumInOrder = std::size(kInOrder);
 
@@ -174,7 +174,7 @@ bool RecordLedger::restore(Key key, std::uint32_t tag, RecordPlace place) {
 
 std::uint64_t RecordLedger::forget_all() {
   const std::uint64_t num_withdrawn = BasicLedger::forget_all();
-  // Without memory for new tables the old tables were emptied, so the walk cannot go on.
+  // Without memory for new tables the old tables were emptied, so the walk cannot continue.
   if (num_withdrawn > 0 && !walk_.retired) end_walk();
   return num_withdrawn;
 }
@@ -218,7 +218,7 @@ std::optional<bool> RecordLedger::walk(std::uint64_t number, std::size_t num_ent
   return false;
 }
 
-// From the most recent end on. An entry that is used or extended meanwhile is not read again.
+// Reads from the most recent end. An entry that is used or extended meanwhile is not read again.
 void RecordLedger::look_at_order(std::size_t num_entries) {
   const KeyTable& table = walk_.retired ? *walk_.retired : table_;
   Chains& chains = walk_.retired ? walk_.retired_chains : chains_;
@@ -235,7 +235,7 @@ void RecordLedger::look_at_order(std::size_t num_entries) {
       walk_.is_begun = false;
       continue;
     }
-    // What a record extends goes after it.
+    // The ancestors of a record get higher turns.
     std::uint32_t above = kInOrder[walk_.chain] == Chain::kReserved ? table[index].extends : index;
     for (; above != kNone && walk_.turns[above] == 0; above = table[above].extends) path.push_back(above);
     for (; !path.empty(); path.pop_back()) walk_.turns[path.back()] = --walk_.turn;

@@ -1,4 +1,4 @@
-// Ledger of the records of a store: a `BasicLedger` over segments. It does not know their files or free space.
+// Ledger of the records of a store: a `BasicLedger` over segments. It has neither their files nor their free space.
 //
 // tests/kits has a model in Python; a test compares both, call by call.
 #ifndef HYBRIDKV_LEDGER_RECORD_LEDGER_H_
@@ -100,10 +100,10 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   }
 
   // A walk over committed records, in steps. The ledger may change between steps: a record that stays during the whole
-  // walk is returned exactly once. A walk goes on over the old records after `forget_all`. A new walk ends the last
+  // walk is returned exactly once. A walk continues over the old records after `forget_all`. A new walk ends the last
   // one.
   std::uint64_t begin_walk();
-  // Reads `num_entries` entries: first their order, then the records. Returns true if the walk goes on, false at its
+  // Reads `num_entries` entries: first their order, then the records. Returns true if the walk continues, false at its
   // end, and nothing if another walk replaced it.
   std::optional<bool> walk(std::uint64_t number, std::size_t num_entries, Columns& columns);
   void end_walk();

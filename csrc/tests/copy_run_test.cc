@@ -22,8 +22,8 @@ int main() {
   expect(bytes[0] == 0x08 && bytes[8] == 0x18 && bytes[16] == 0x28, "three little-endian words in order");
 
   const CopyRun first{100, 500, 16};
-  expect(continues(first, {116, 516, 8}), "runs that touch on both sides are one");
-  expect(!continues(first, {116, 520, 8}), "a gap at the destination keeps runs apart");
-  expect(!continues(first, {120, 516, 8}), "a gap at the source keeps runs apart");
+  expect(continues(first, {116, 516, 8}), "runs that are adjacent on both sides are joined");
+  expect(!continues(first, {116, 520, 8}), "runs with a gap at the destination are not joined");
+  expect(!continues(first, {120, 516, 8}), "runs with a gap at the source are not joined");
   expect(!continues({116, 516, 8}, first), "order matters");
 }

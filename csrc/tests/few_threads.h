@@ -13,7 +13,7 @@
 
 namespace hybridkv::testing {
 
-// While this object exists, there is address space for the stacks of `num_threads` threads and half a stack more. A
+// While this object exists, the free address space is for the stacks of `num_threads` threads and half a stack more. A
 // sanitizer and the allocator need little of that for each thread.
 class FewThreads {
  public:

@@ -69,7 +69,7 @@ class File {
     grow(offset + num_bytes, 0);
     std::copy_n(data, num_bytes, bytes_.begin() + static_cast<std::ptrdiff_t>(offset));
   }
-  // It failed, so a part of it may be written. The file shows how much.
+  // After a failed write: a part of it may be in the file, which is read to update the model.
   void may_have_written(std::size_t offset, std::size_t num_bytes) {
     struct stat found {};
     expect(fstat(plain_, &found) == 0, "a file has a size");
@@ -197,7 +197,7 @@ class Session {
     return false;
   }
 
-  // The memory as extents, some of them empty; sometimes more than one system call takes.
+  // The memory as extents, some of them empty; sometimes more than the limit of one system call.
   std::vector<iovec> extents_of(Memory& memory, std::size_t unit) {
     std::vector<iovec> extents;
     const std::size_t largest = choices_.one_in(5) ? 2 : memory.size() / unit + 1;
@@ -307,7 +307,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                                    choices.one_in(4) ? 20u : 0u, is_direct ? kPageBytes : 1});
     session.run();
   } catch (const std::exception& error) {
-    expect(false, std::string("nothing is thrown: ") + error.what());
+    expect(false, std::string("no exception is thrown: ") + error.what());
   }
   return 0;
 }

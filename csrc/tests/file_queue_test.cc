@@ -71,7 +71,7 @@ std::unique_ptr<FileQueue> queue_of(const Backend& backend, std::size_t max_in_f
 FileCompletion only(FileQueue& queue, FileRequest request) {
   expect(queue.submit(std::move(request)), "an empty queue takes a request");
   const std::vector<FileCompletion> reaped = queue.reap(1, 8, kLongS);
-  expect(reaped.size() == 1 && queue.num_in_flight() == 0, "one request, one completion");
+  expect(reaped.size() == 1 && queue.num_in_flight() == 0, "a request has one completion");
   return reaped[0];
 }
 
@@ -114,7 +114,8 @@ void check_many(const Backend& backend, const File& file, std::size_t alignment)
         if (!queue->submit(std::move(one))) break;
         ++next;
       }
-      expect(queue->num_in_flight() == std::min<std::size_t>(8, kNumRecords - completions.size()), "the bound is used");
+      expect(queue->num_in_flight() == std::min<std::size_t>(8, kNumRecords - completions.size()),
+             "the queue uses its limit");
       for (const FileCompletion& one : queue->reap(1, 5, kLongS)) {
         expect(one.error == 0, backend.name + ": no error, " + std::strerror(one.error));
         expect(completions.emplace(one.tag, one).second, backend.name + ": each request completes once");
@@ -126,7 +127,7 @@ void check_many(const Backend& backend, const File& file, std::size_t alignment)
       if (!reads) continue;
       expect(std::memcmp(read[record]->data(), written[record]->data(), written[record]->size()) == 0,
              backend.name + ": a read returns the written bytes");
-      expect(one.digest == digest_of(*written[record]), backend.name + ": with its digest");
+      expect(one.digest == digest_of(*written[record]), backend.name + ": a read returns the digest");
     }
   }
   expect(only(*queue, request(FileOperation::kSyncData, file.fd(), 0, {})).error == 0,
@@ -151,7 +152,7 @@ void check_edges(const Backend& backend) {
   }
   FileCompletion one = only(*queue, request(FileOperation::kRead, file.fd(), 5, extents, true));
   expect(one.error == 0 && one.digest == digest_of(written), backend.name + ": any number of extents");
-  expect(std::memcmp(read.data(), written.data(), read.size()) == 0, backend.name + ": in their order");
+  expect(std::memcmp(read.data(), written.data(), read.size()) == 0, backend.name + ": extents are read in order");
 
   one = only(*queue, request(FileOperation::kRead, file.fd(), 9005, {{read.data(), 2000}}, true));
   expect(one.error == ENODATA && one.num_bytes == 1000 && one.digest == Digest128{},
@@ -164,7 +165,7 @@ void check_edges(const Backend& backend) {
   for (int taken = 0; taken < 2; ++taken) {
     // Each reads into its own buffer, because both may be read concurrently.
     expect(queue->submit(request(FileOperation::kRead, file.fd(), 5, {{read.data() + 10 * taken, 10}})),
-           "there is room");
+           "the queue takes a request");
   }
   expect(!queue->submit(request(FileOperation::kRead, file.fd(), 5, {{read.data(), 10}})),
          backend.name + ": a full queue refuses");
@@ -181,15 +182,17 @@ void check_timeout(const Backend& backend) {
     const std::unique_ptr<FileQueue> queue = queue_of(backend, 2);
     FileRequest waits = request(FileOperation::kRead, ends[0], 0, {{&byte, 1}});
     waits.offset = -1;
-    expect(queue->submit(std::move(waits)), "there is room");
+    expect(queue->submit(std::move(waits)), "the queue takes a request");
     const bool can_wait = backend.backend == FileBackend::kUring;  // preadv refuses pipes
     expect(queue->reap(can_wait ? 1 : 0, 8, 0.01).empty() || !can_wait,
            backend.name + ": a wait ends after its timeout");
     expect(write(ends[1], "x", 1) == 1, "a byte is written");
     const std::vector<FileCompletion> reaped = queue->reap(1, 8, kLongS);
-    if (can_wait) expect(reaped.size() == 1 && reaped[0].error == 0 && byte == 'x', backend.name + ": it came");
+    if (can_wait)
+      expect(reaped.size() == 1 && reaped[0].error == 0 && byte == 'x',
+             backend.name + ": the read ends after the write");
     // The destructor waits for requests in flight.
-    expect(queue->submit(request(FileOperation::kSyncData, ends[0], 0, {})), "there is room");
+    expect(queue->submit(request(FileOperation::kSyncData, ends[0], 0, {})), "the queue takes a request");
   }
   close(ends[0]);
   close(ends[1]);
@@ -281,7 +284,8 @@ int main() {
     backends.push_back({"io_uring", FileBackend::kUring});
     check_refused_enter();
   } else {
-    expect(hybridkv::cpu::make_file_queue(FileBackend::kUring, 4, 1) == nullptr, "no io_uring, no queue of it");
+    expect(hybridkv::cpu::make_file_queue(FileBackend::kUring, 4, 1) == nullptr,
+           "without io_uring there is no such queue");
     std::puts("io_uring is not available: its half of the test did not run");
   }
   for (const Backend& backend : backends) {

@@ -10,7 +10,7 @@
 
 namespace hybridkv::testing {
 
-// The choices made by an input, one after the other. After its end, every choice is the first one.
+// Reads choices from an input, one after the other. After its end, every choice is the first one.
 class Choices {
  public:
   Choices(const std::uint8_t* data, std::size_t size) : data_(data), left_(size) {}
@@ -23,7 +23,7 @@ class Choices {
     return value % bound;
   }
   std::uint64_t between(std::uint64_t first, std::uint64_t last) { return first + below(last - first + 1); }
-  // True for one in that many choices.
+  // True for one of `count` choices.
   bool one_in(std::uint64_t count) { return below(count) == count - 1; }
 
  private:

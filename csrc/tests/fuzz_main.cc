@@ -1,5 +1,6 @@
-// Runs a target with random inputs. FUZZ_SEED: the first seed. FUZZ_INPUTS: the number of inputs. FUZZ_S: how many
-// seconds to run instead. The seed of a failing input is printed; FUZZ_SEED=<seed> FUZZ_INPUTS=1 repeats it.
+// Runs a target with random inputs. FUZZ_SEED: the first seed. FUZZ_INPUTS: the number of inputs. FUZZ_S: the duration
+// in seconds, instead of a number of inputs. Prints the seed of a failing input; FUZZ_SEED=<seed> FUZZ_INPUTS=1 repeats
+// it.
 #include <chrono>
 #include <csignal>
 #include <cstdint>
@@ -26,10 +27,10 @@ std::uint64_t number_of(const char* name, std::uint64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-void say_seed() { std::fprintf(stderr, "the input of FUZZ_SEED=%llu\n", static_cast<unsigned long long>(seed)); }
+void print_seed() { std::fprintf(stderr, "the input of FUZZ_SEED=%llu\n", static_cast<unsigned long long>(seed)); }
 
-void say_seed_of_a_signal(int number) {
-  say_seed();
+void print_seed_after_a_signal(int number) {
+  print_seed();
   std::signal(number, SIG_DFL);
   raise(number);
 }
@@ -46,9 +47,9 @@ std::vector<std::uint8_t> input() {
 
 int main() {
   std::atexit([] {
-    if (seed != ~std::uint64_t{0}) say_seed();
+    if (seed != ~std::uint64_t{0}) print_seed();
   });
-  for (const int number : {SIGABRT, SIGALRM, SIGSEGV}) std::signal(number, say_seed_of_a_signal);
+  for (const int number : {SIGABRT, SIGALRM, SIGSEGV}) std::signal(number, print_seed_after_a_signal);
   const std::uint64_t first = number_of("FUZZ_SEED", 1);
   const std::uint64_t duration_s = number_of("FUZZ_S", 0);
   const std::uint64_t count = duration_s != 0 ? ~std::uint64_t{0} : number_of("FUZZ_INPUTS", kInputs);

@@ -1,4 +1,4 @@
-// The order of eviction implemented again, with plain lists that are searched. Ignores sizes and states.
+// A second implementation of the eviction order, with plain lists that are searched. Ignores sizes and states.
 #ifndef HYBRIDKV_TESTS_LEAF_ORDER_H_
 #define HYBRIDKV_TESTS_LEAF_ORDER_H_
 

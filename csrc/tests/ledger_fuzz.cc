@@ -43,7 +43,7 @@ struct Held {
 
 bool is_held(const Held& held) { return held.state == KeyState::kReserved || held.state == KeyState::kCommitted; }
 
-// The rules implemented again, with a map and lists that are searched.
+// A second implementation of the rules, with a map and lists that are searched.
 struct Model {
   explicit Model(const LedgerOptions& options) : options(options) {}
 
@@ -414,7 +414,7 @@ class Session {
       model_.is_closed = true;
       ledger_.close();
     } else {
-      expect(ledger_.forget_all() == count, "as many are forgotten as in the model");
+      expect(ledger_.forget_all() == count, "as many keys are forgotten as in the model");
     }
     model_.forget_all();
   }
@@ -448,7 +448,7 @@ class Session {
                                                       [](const Extent& a, const Extent& b) {
                                                         return a.offset == b.offset && a.num_bytes == b.num_bytes;
                                                       }),
-           "a chunk lies where it was reserved");
+           "a chunk is at its reserved place");
   }
 
   void check() {

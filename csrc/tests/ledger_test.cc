@@ -64,7 +64,7 @@ std::uint32_t insert(KeyTable& table, const std::string& key) {
   return index;
 }
 
-void test_keys_of_one_tag_are_told_apart() {
+void test_keys_with_equal_tags_are_distinct() {
   KeyTable table(8, kSeed);
   const auto [one, other] = keys_of_one_tag(table);
   expect(table.tag_of(one) == table.tag_of(other) && one != other, "two keys have one tag");
@@ -80,11 +80,11 @@ void test_keys_of_one_tag_are_told_apart() {
   });
   expect(found == std::vector<std::uint32_t>{second, first, kNone}, "a lookup of many keys finds both");
   table.erase(first);
-  expect(table.find(one) == kNone && table.find(other) == second, "one is erased without the other");
+  expect(table.find(one) == kNone && table.find(other) == second, "only one of them is erased");
 }
 
-void test_keys_that_are_chosen_without_the_seed_do_not_meet() {
-  // A factor that is zero makes a product zero, whatever the other one is.
+void test_keys_chosen_without_the_seed_have_different_tags() {
+  // If one factor is zero, the product is zero for every other factor.
   constexpr std::uint64_t kFactors[] = {0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9};
   const KeyTable table(8, kSeed);
   for (const std::uint64_t factor : kFactors) {
@@ -97,12 +97,12 @@ void test_keys_that_are_chosen_without_the_seed_do_not_meet() {
       }
       std::sort(tags.begin(), tags.end());
       const auto num_tags = std::unique(tags.begin(), tags.end()) - tags.begin();
-      expect(num_tags > 90, "keys that share a word have tags of their own");
+      expect(num_tags > 90, "keys that share a word have different tags");
     }
   }
 }
 
-void test_a_key_is_any_bytes_of_any_length() {
+void test_a_key_may_be_any_bytes_of_any_length() {
   const std::size_t lengths[] = {0, 1, 7, 8, 15, 16, 17, 32, 47, 48, 49, 64, 255, 256, 300};
   KeyTable table(64, kSeed);
   std::vector<std::string> keys;
@@ -122,7 +122,7 @@ void test_a_key_is_any_bytes_of_any_length() {
   }
 }
 
-void test_a_full_table_finds_what_it_has_after_any_erasing() {
+void test_a_full_table_finds_all_its_keys_after_erasures() {
   constexpr std::uint32_t kMaxKeys = 1000;
   KeyTable table(kMaxKeys, kSeed);
   Noise noise(3);
@@ -147,7 +147,7 @@ void test_a_full_table_finds_what_it_has_after_any_erasing() {
   }
 }
 
-void test_granules_are_given_out_once_in_runs_that_do_not_touch() {
+void test_granules_are_allocated_once_in_runs_that_are_not_adjacent() {
   for (const std::uint32_t count : {1u, 63u, 64u, 65u, 4096u, 4097u, 300'000u}) {
     Granules granules(count);
     Noise noise(count);
@@ -163,7 +163,7 @@ void test_granules_are_given_out_once_in_runs_that_do_not_touch() {
         std::uint64_t end = 0;
         std::uint64_t sum = 0;
         for (std::size_t run = 0; run < runs.size(); ++run) {
-          expect(run == 0 || runs[run].first > end, "runs are in order and do not touch");
+          expect(run == 0 || runs[run].first > end, "runs are in order and not adjacent");
           end = std::uint64_t{runs[run].first} + runs[run].count;
           expect(runs[run].count > 0 && end <= count, "a run lies in the arena");
           sum += runs[run].count;
@@ -191,7 +191,7 @@ void test_granules_are_given_out_once_in_runs_that_do_not_touch() {
   }
 }
 
-void test_few_runs_are_taken_rather_than_many() {
+void test_an_allocation_prefers_few_runs() {
   Granules granules(100'000);
   std::vector<Run> runs;
   granules.take(100'000, runs);
@@ -205,7 +205,7 @@ void test_few_runs_are_taken_rather_than_many() {
   expect(runs.size() == 2 && runs[1].first == 50'000, "if no hole is large enough, the largest are taken");
 }
 
-void test_what_was_freed_last_is_taken_first() {
+void test_the_hole_freed_last_is_used_first() {
   Granules granules(1 << 20);
   std::vector<Run> runs;
   for (int turn = 0; turn < 1000; ++turn) granules.take(32, runs);
@@ -236,14 +236,14 @@ void fill(Ledger& ledger, std::uint32_t count, std::uint64_t num_bytes) {
   }
 }
 
-// Not with a sanitizer, whose shadow memory would be counted too.
-void test_tables_cost_nothing_before_they_are_used_and_at_most_116_bytes_an_entry() {
+// Not with a sanitizer: its shadow memory would be counted too.
+void test_unused_tables_have_no_memory_and_an_entry_has_at_most_116_bytes() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   constexpr std::uint32_t kCount = 200'000;
   const std::uint64_t before = resident_bytes();
   Ledger ledger({kCount * 16, 4096, kCount, kSeed});
   const std::uint64_t made = resident_bytes();
-  expect(made - before < 1 << 20, "a new ledger has no memory of its own");
+  expect(made - before < 1 << 20, "a new ledger has less than 1 MiB of memory");
   fill(ledger, kCount, 16 * 4096);
   const std::uint64_t full = resident_bytes();
   expect(ledger.num_keys() == kCount, "all keys are held");
@@ -253,11 +253,11 @@ void test_tables_cost_nothing_before_they_are_used_and_at_most_116_bytes_an_entr
   expect(ledger.leftover_bytes() > 80 * std::uint64_t{kCount}, "the memory is freed later");
   fill(ledger, 1000, 16 * 4096);
   expect(ledger.leftover_bytes() == 0 && resident_bytes() < before + 64 * std::uint64_t{kCount},
-         "later reservations free it");
+         "later reservations free the memory");
 #endif
 }
 
-void test_many_ends_without_a_store_leave_little() {
+void test_many_calls_of_forget_all_leave_little_memory() {
   Ledger ledger({1 << 16, 4096, 1 << 16, kSeed});
   for (int turn = 0; turn < 500; ++turn) {
     fill(ledger, 1, 4096);
@@ -266,7 +266,7 @@ void test_many_ends_without_a_store_leave_little() {
   expect(ledger.leftover_bytes() < std::uint64_t{64} << 20, "the memory that is not freed yet is bounded");
 }
 
-void test_no_end_gives_much_back_at_once() {
+void test_forget_all_frees_little_memory_at_once() {
   constexpr std::uint32_t kCount = 100'000;
   for (const std::uint32_t num_stored : {0u, 1u, 40u}) {
     Ledger ledger({kCount, 4096, kCount, kSeed});
@@ -281,8 +281,8 @@ void test_no_end_gives_much_back_at_once() {
   }
 }
 
-// Not with a sanitizer, which reserves addresses itself.
-void test_an_end_needs_no_memory() {
+// Not with a sanitizer: it reserves addresses itself.
+void test_forget_all_needs_no_memory() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   constexpr std::uint32_t kCount = 200'000;
   Ledger ledger({kCount, 4096, kCount, kSeed});
@@ -293,7 +293,7 @@ void test_an_end_needs_no_memory() {
   const std::string read = key_of(0);
   const std::vector<Key> keys{read};
   std::uint32_t found[1];
-  expect(ledger.find_committed(keys, found), "it is a hit");
+  expect(ledger.find_committed(keys, found), "the key is a hit");
   ledger.pin_found(found, places);
   rlimit before{};
   getrlimit(RLIMIT_AS, &before);
@@ -303,7 +303,7 @@ void test_an_end_needs_no_memory() {
   setrlimit(RLIMIT_AS, &before);
   expect(count == 1001 && ledger.num_keys() == 0 && ledger.used_bytes() == 2 * 4096, "all keys are invalidated");
   expect(ledger.state("written") == KeyState::kDoomedWrite && ledger.state(read) == KeyState::kDoomedRead,
-         "keys that are written or read stay until then");
+         "keys that are written or read stay until their last use");
   expect(ledger.take_changes().is_any && ledger.eviction_order().empty(), "any key may have changed");
   expect(ledger.unpin_all(keys) == 1 && ledger.used_bytes() == 4096, "an unpin frees its key");
   fill(ledger, kCount - 1, 4096);
@@ -311,7 +311,7 @@ void test_an_end_needs_no_memory() {
 #endif
 }
 
-void test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for() {
+void test_a_chunk_in_pieces_has_its_requested_size() {
   Ledger ledger({8, 100, 8, kSeed});
   fill(ledger, 8, 100);
   for (const std::uint32_t number : {1u, 3u, 4u, 6u}) {
@@ -321,13 +321,14 @@ void test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for() {
   }
   Places places;
   expect(ledger.reserve("in pieces", 350, {}, places) == Refusal::kNone, "a chunk can use separate free granules");
-  expect(places.ends == std::vector<std::size_t>{3} && places.extents.size() == 3, "three runs");
+  expect(places.ends == std::vector<std::size_t>{3} && places.extents.size() == 3, "the chunk has three runs");
   std::uint64_t num_bytes = 0;
   for (const auto& extent : places.extents) num_bytes += extent.num_bytes;
-  expect(num_bytes == 350 && places.extents[1].offset == 300 && places.extents[1].num_bytes == 200, "of 350 bytes");
+  expect(num_bytes == 350 && places.extents[1].offset == 300 && places.extents[1].num_bytes == 200,
+         "the runs have 350 bytes");
 }
 
-void test_a_key_may_be_bounded_in_number() {
+void test_the_number_of_keys_may_be_limited() {
   Ledger ledger({100, 10, 2, kSeed});
   fill(ledger, 3, 10);
   expect(ledger.num_keys() == 2 && ledger.answer(key_of(0)) == Answer::kMiss, "the first one was evicted");
@@ -336,7 +337,7 @@ void test_a_key_may_be_bounded_in_number() {
   const std::vector<Key> keys{one, two};
   std::uint32_t found[2];
   Places places;
-  expect(ledger.find_committed(keys, found), "the others were not");
+  expect(ledger.find_committed(keys, found), "the others were not evicted");
   ledger.pin_found(found, places);
   expect(ledger.reserve("more", 1, {}, places) == Refusal::kNoRoom, "pinned keys are not evicted");
 }
@@ -344,18 +345,18 @@ void test_a_key_may_be_bounded_in_number() {
 }  // namespace
 
 int main() {
-  test_keys_of_one_tag_are_told_apart();
-  test_keys_that_are_chosen_without_the_seed_do_not_meet();
-  test_a_key_is_any_bytes_of_any_length();
-  test_a_full_table_finds_what_it_has_after_any_erasing();
-  test_granules_are_given_out_once_in_runs_that_do_not_touch();
-  test_few_runs_are_taken_rather_than_many();
-  test_what_was_freed_last_is_taken_first();
-  test_tables_cost_nothing_before_they_are_used_and_at_most_116_bytes_an_entry();
-  test_many_ends_without_a_store_leave_little();
-  test_no_end_gives_much_back_at_once();
-  test_an_end_needs_no_memory();
-  test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for();
-  test_a_key_may_be_bounded_in_number();
+  test_keys_with_equal_tags_are_distinct();
+  test_keys_chosen_without_the_seed_have_different_tags();
+  test_a_key_may_be_any_bytes_of_any_length();
+  test_a_full_table_finds_all_its_keys_after_erasures();
+  test_granules_are_allocated_once_in_runs_that_are_not_adjacent();
+  test_an_allocation_prefers_few_runs();
+  test_the_hole_freed_last_is_used_first();
+  test_unused_tables_have_no_memory_and_an_entry_has_at_most_116_bytes();
+  test_many_calls_of_forget_all_leave_little_memory();
+  test_forget_all_frees_little_memory_at_once();
+  test_forget_all_needs_no_memory();
+  test_a_chunk_in_pieces_has_its_requested_size();
+  test_the_number_of_keys_may_be_limited();
   return 0;
 }

@@ -1,5 +1,5 @@
-// A job with any numbers is refused, or all of its runs are in the arena, the zeros, or pages of blocks. The addresses
-// are invalid: no memory may be accessed.
+// A job with random numbers is refused, or all of its runs are in the arena, the zeros, or pages of blocks. The
+// addresses are invalid: no memory may be accessed.
 #include "csrc/cpu/lowering.h"
 
 #include <algorithm>
@@ -48,7 +48,7 @@ class Session {
   }
 
  private:
-  // This number in most cases.
+  // Returns this number in most cases.
   template <class Number>
   Number odd(Number number) {
     if (!choices_.one_in(40)) return number;
@@ -157,7 +157,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   try {
     Session(Choices(data, size)).run();
   } catch (const std::invalid_argument&) {
-    // Impossible zeros.
+    // Invalid zeros.
   }
   return 0;
 }

@@ -79,7 +79,7 @@ void a_store_writes_its_slots_in_order() {
   expect(stored.ends == std::vector<std::int64_t>{4, 7} && stored.zero_bytes == 20, "the end of each chunk");
 }
 
-void a_page_is_cut_where_its_slot_is() {
+void a_run_ends_at_the_end_of_its_extent() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, two_layers());
   const Job job{{{1, 0, 0, 1, 1, 0, 0, 0, 3, 0}}, {3}, {}, {{40, 4}, {500, 20}, {80, 8}}};
@@ -89,7 +89,7 @@ void a_page_is_cut_where_its_slot_is() {
          "a run ends with its extent, also if it begins inside the extent");
 }
 
-void a_load_is_as_few_runs_as_it_can_be() {
+void a_load_joins_adjacent_runs() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, {{{1'000, 16, 16, 0}}, 16, kBlocks});
   const Job job{{{2, 0, 0, 2, 2, 0, 0, 0, 1, 0}}, {2, 3, 4, 6}, {}, {{0, 32}, {32, 32}}};
@@ -100,8 +100,8 @@ void a_load_is_as_few_runs_as_it_can_be() {
          "copies from the engine's blocks are last and are not joined");
 }
 
-// Each number of a table replaced by a random one: refused, or lowered within the pages and the arena.
-void no_table_leads_outside() {
+// Replaces one number of a table by a random one. The job is refused, or its runs are in the arena.
+void no_table_gives_a_run_outside_the_arena() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, two_layers());
   lowering.add_group(1, 4, {{{10'000, 16, 16, 0}}, 16, kBlocks});
@@ -139,14 +139,15 @@ void no_table_leads_outside() {
       ++num_lowered;
       for (const Run& run : runs_of(lowered)) {
         const std::int64_t stored = is_store ? run.destination : run.source;
-        expect(run.num_bytes > 0 && stored >= kArena && stored + run.num_bytes <= kArena + kArenaBytes, "in the arena");
+        expect(run.num_bytes > 0 && stored >= kArena && stored + run.num_bytes <= kArena + kArenaBytes,
+               "a run is in the arena");
       }
     }
   }
   expect(num_lowered > 1'000, "some jobs are lowered");
 }
 
-void what_cannot_be_is_refused() {
+void invalid_jobs_are_refused() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, two_layers());
   const Job good{{{1, 0, 0, 2, 2, 0, 0, 0, 1, 0}}, {3, 4}, {}, {{0, 64}}};
@@ -166,7 +167,7 @@ void what_cannot_be_is_refused() {
   expect_refused(lowering, job, true, "a part of a chunk");
   job = good;
   job.block_ids.push_back(1);
-  expect_refused(lowering, job, true, "a block too many");
+  expect_refused(lowering, job, true, "one block too many");
   bool is_refused = false;
   try {
     lowering.add_group(1, 0, {{{0, 16, 16, 0}, {0, 16, 16, 8}}, 32, kBlocks});
@@ -176,7 +177,7 @@ void what_cannot_be_is_refused() {
   expect(is_refused, "pages that overlap");
 }
 
-void parts_may_come_while_others_lower() {
+void parts_may_be_added_during_a_lowering() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 64, {{{0, 64, 64, 0}}, 64, kBlocks});
   std::atomic<std::int64_t> num_added = 0;
@@ -199,9 +200,9 @@ void parts_may_come_while_others_lower() {
 
 int main() {
   a_store_writes_its_slots_in_order();
-  a_page_is_cut_where_its_slot_is();
-  a_load_is_as_few_runs_as_it_can_be();
-  what_cannot_be_is_refused();
-  no_table_leads_outside();
-  parts_may_come_while_others_lower();
+  a_run_ends_at_the_end_of_its_extent();
+  a_load_joins_adjacent_runs();
+  invalid_jobs_are_refused();
+  no_table_gives_a_run_outside_the_arena();
+  parts_may_be_added_during_a_lowering();
 }

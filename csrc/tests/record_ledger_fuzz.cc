@@ -143,11 +143,12 @@ class Session {
                held_.size() - victims.size() >= bounds_.max_keys) {
       wanted = Refusal::kNoRoom;
     }
-    expect(ledger_.why_not(key, pages, extends) == wanted, "the reason of a refusal");
+    expect(ledger_.why_not(key, pages, extends) == wanted, "a refusal has the reason of the model");
     const RecordPlace place{new_address(), payload_bytes};
-    if (wanted != Refusal::kNone) return expect(ledger_.take(key, place, extends) == wanted, "taken without a check");
+    if (wanted != Refusal::kNone)
+      return expect(ledger_.take(key, place, extends) == wanted, "take refuses for the same reason");
     if (lacks_room(pages)) {
-      expect(ledger_.take(key, place, extends) == Refusal::kNoRoom, "taken where no room was made");
+      expect(ledger_.take(key, place, extends) == Refusal::kNoRoom, "take without make_room is refused");
     }
     std::vector<std::string> gone;
     for (const std::string& victim : victims) {
@@ -156,9 +157,10 @@ class Session {
       forget(victim);
     }
     const std::vector<Record> evicted = ledger_.make_room(pages, 1, extends);
-    expect(evicted.size() == gone.size(), "evicted");
-    for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "the key that was evicted");
-    expect(ledger_.take(key, place, extends) == Refusal::kNone, "taken");
+    expect(evicted.size() == gone.size(), "as many keys are evicted as in the model");
+    for (std::size_t at = 0; at < gone.size(); ++at)
+      expect(evicted[at].key == gone[at], "the evicted keys are those of the model");
+    expect(ledger_.take(key, place, extends) == Refusal::kNone, "the key is reserved");
     held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes};
     order_.last_use[key] = order_.now;
     order_.extend(key, kept);
@@ -171,10 +173,12 @@ class Session {
     bool is_offered = false;
     const bool is_reserved = held_.count(key) != 0 && (held_[key].state == KeyState::kReserved ||
                                                        held_[key].state == KeyState::kDoomedWrite);
-    expect(ledger_.commit_all({&view, 1}, &place, &is_offered) == (is_reserved ? 1u : 0u), "commit");
+    expect(ledger_.commit_all({&view, 1}, &place, &is_offered) == (is_reserved ? 1u : 0u),
+           "a commit is valid as in the model");
     if (!is_reserved) return;
-    expect(place.address == held_[key].address && place.payload_bytes == held_[key].payload_bytes, "its place");
-    expect(is_offered == (held_[key].state == KeyState::kReserved), "offered");
+    expect(place.address == held_[key].address && place.payload_bytes == held_[key].payload_bytes,
+           "a committed key has its reserved place");
+    expect(is_offered == (held_[key].state == KeyState::kReserved), "a committed key is offered as in the model");
     if (!is_offered) return forget(key);
     held_[key].state = KeyState::kCommitted;
     order_.track(key);
@@ -185,16 +189,17 @@ class Session {
     const Key view = key;
     const bool is_reserved = held_.count(key) != 0 && (held_[key].state == KeyState::kReserved ||
                                                        held_[key].state == KeyState::kDoomedWrite);
-    expect(ledger_.abort_all({&view, 1}) == (is_reserved ? 1u : 0u), "abort");
+    expect(ledger_.abort_all({&view, 1}) == (is_reserved ? 1u : 0u), "an abort is valid as in the model");
     if (is_reserved) forget(key);
   }
 
   void withdraw() {
     const std::string& key = any_key();
     const Key view = key;
-    const bool is_there = held_.count(key) != 0 && is_held(held_[key]);
-    expect(ledger_.invalidate_all({&view, 1}) == (is_there ? 1u : 0u), "invalidate");
-    if (!is_there) return;
+    const bool is_present = held_.count(key) != 0 && is_held(held_[key]);
+    expect(ledger_.invalidate_all({&view, 1}) == (is_present ? 1u : 0u),
+           "as many keys are invalidated as in the model");
+    if (!is_present) return;
     seen_all_the_time_.erase(key);
     Held& one = held_[key];
     if (one.state == KeyState::kReserved) {
@@ -215,11 +220,12 @@ class Session {
     ledger_.extend({&view, 1}, {&extends, 1});
     ledger_.touch({&view, 1}, addresses);
     const auto found = held_.find(key);
-    if (found == held_.end()) return expect(addresses.empty(), "nothing used");
+    if (found == held_.end()) return expect(addresses.empty(), "a missing key is not touched");
     const bool may_go = found->second.state == KeyState::kCommitted && found->second.num_pins == 0;
-    expect(addresses.size() == (may_go ? 1u : 0u), "used");
+    expect(addresses.size() == (may_go ? 1u : 0u),
+           "a touched key is returned exactly if it is committed and not pinned");
     if (!may_go) return;
-    expect(addresses[0] == found->second.address, "the address that was used");
+    expect(addresses[0] == found->second.address, "touch returns the address of the key");
     order_.use(key);
   }
 
@@ -227,14 +233,15 @@ class Session {
     const std::string& key = any_key();
     const Key view = key;
     std::uint32_t entry = 0;
-    const bool is_there = held_.count(key) != 0 && held_[key].state == KeyState::kCommitted;
-    expect(ledger_.find_committed({&view, 1}, &entry) == is_there, "committed");
-    if (!is_there) return;
+    const bool is_present = held_.count(key) != 0 && held_[key].state == KeyState::kCommitted;
+    expect(ledger_.find_committed({&view, 1}, &entry) == is_present,
+           "a key is committed exactly if it is in the model");
+    if (!is_present) return;
     std::vector<RecordPlace> places;
     std::vector<std::uint64_t> first;
     ledger_.pin_found({&entry, 1}, places, first);
-    expect(places.size() == 1 && places[0].address == held_[key].address, "where it lies");
-    expect(first.size() == (held_[key].num_pins == 0 ? 1u : 0u), "the first pin");
+    expect(places.size() == 1 && places[0].address == held_[key].address, "a pinned key has its place");
+    expect(first.size() == (held_[key].num_pins == 0 ? 1u : 0u), "only a first pin is reported");
     if (held_[key].num_pins++ == 0) order_.untrack(key);
   }
 
@@ -244,27 +251,29 @@ class Session {
     std::vector<RecordPlace> used;
     std::vector<RecordPlace> freed;
     const bool is_pinned = held_.count(key) != 0 && held_[key].num_pins > 0;
-    expect(ledger_.unpin_all({&view, 1}, used, freed) == (is_pinned ? 1u : 0u), "unpin");
+    expect(ledger_.unpin_all({&view, 1}, used, freed) == (is_pinned ? 1u : 0u), "an unpin is valid as in the model");
     if (!is_pinned) return;
-    if (--held_[key].num_pins > 0) return expect(used.empty() && freed.empty(), "still pinned");
+    if (--held_[key].num_pins > 0)
+      return expect(used.empty() && freed.empty(), "a key with another pin is not reported");
     const bool is_committed = held_[key].state == KeyState::kCommitted;
-    expect(used.size() == is_committed && freed.size() == !is_committed, "used or freed");
+    expect(used.size() == is_committed && freed.size() == !is_committed,
+           "a key without pins is evictable again or freed");
     is_committed ? order_.track(key) : forget(key);
   }
 
   void relocate() {
     const std::string& key = any_key();
-    if (held_.count(key) == 0) return expect(!ledger_.relocate(key, 1 << 20), "nothing to move");
+    if (held_.count(key) == 0) return expect(!ledger_.relocate(key, 1 << 20), "a missing key is not relocated");
     if (held_[key].state != KeyState::kCommitted || held_[key].num_pins > 0) return;
     held_[key].address = new_address();
-    expect(ledger_.relocate(key, held_[key].address), "moved");
+    expect(ledger_.relocate(key, held_[key].address), "a key is relocated");
   }
 
   void restore() {
     const std::string& key = any_key();
     const RecordPlace place{new_address(), 4096};
     const bool fits = held_.count(key) == 0 && held_.size() < bounds_.max_keys;
-    expect(ledger_.restore(key, place) == fits, "restored");
+    expect(ledger_.restore(key, place) == fits, "a key is restored exactly if it fits");
     if (!fits) return;
     held_[key] = {KeyState::kCommitted, 0, place.address, place.payload_bytes};
     order_.track(key);
@@ -274,7 +283,7 @@ class Session {
   void forget_all() {
     std::uint64_t num_held = 0;
     for (const auto& [key, one] : held_) num_held += is_held(one);
-    expect(ledger_.forget_all() == num_held, "forgotten");
+    expect(ledger_.forget_all() == num_held, "as many keys are forgotten as in the model");
     std::erase_if(held_, [](const auto& each) { return each.second.state != KeyState::kReserved &&
                                                        each.second.state != KeyState::kDoomedWrite &&
                                                        each.second.num_pins == 0; });
@@ -310,41 +319,42 @@ class Session {
       named.insert(columns_.keys.substr(at, num_bytes));
       at += num_bytes;
     }
-    expect(at == columns_.keys.size(), "all keys are named");
+    expect(at == columns_.keys.size(), "the lengths of all keys are returned");
     expect(columns_.addresses.size() == columns_.key_bytes.size() && columns_.turns.size() == columns_.key_bytes.size() &&
                columns_.payload_bytes.size() == columns_.key_bytes.size(),
-           "columns are of one length");
+           "columns have one length");
     const std::set<std::uint64_t> addresses(columns_.addresses.begin(), columns_.addresses.end());
-    expect(addresses.size() == columns_.addresses.size(), "each once");
+    expect(addresses.size() == columns_.addresses.size(), "each record is returned once");
     for (const std::string& key : seen_all_the_time_)
       expect(named.count(key) == 1, "the walk returns every record that was present");
     const std::set<std::string> all(keys_.begin(), keys_.end());
     for (const std::string& key : named) expect(all.count(key) == 1, "every returned record was present");
-    expect(!ledger_.walk(1, 1, columns_).has_value(), "it is over");
+    expect(!ledger_.walk(1, 1, columns_).has_value(), "the walk has ended");
   }
 
   void check() {
-    expect(ledger_.eviction_order() == order_.order(), "order");
-    expect(ledger_.used_units() == used(), "used");
-    expect(ledger_.has_evictable() == !order_.leaves.empty(), "evictable");
+    expect(ledger_.eviction_order() == order_.order(), "the eviction order is that of the model");
+    expect(ledger_.used_units() == used(), "the used pages are those of the model");
+    expect(ledger_.has_evictable() == !order_.leaves.empty(), "a key is evictable exactly if the model has a leaf");
     const std::string& key = any_key();
     const std::optional<Record> record = ledger_.find(key);
     const auto found = held_.find(key);
-    expect(record.has_value() == (found != held_.end()), "known");
+    expect(record.has_value() == (found != held_.end()), "a record is found exactly if it is in the model");
     if (record) {
       expect(record->state == found->second.state && record->num_pins == found->second.num_pins &&
                  record->place.address == found->second.address,
-             "what is known");
+             "a found record is that of the model");
     }
     const auto number = static_cast<std::uint32_t>(choices_.below(kNumSegments));
     std::map<std::uint64_t, std::string> in_segment;
     for (const auto& [other, one] : held_) {
       if (is_held(one) && one.address >> 32 == number) in_segment[one.address] = other;
     }
-    const std::vector<Record> told = ledger_.held_in(number);
-    expect(told.size() == in_segment.size(), "how many lie in a segment");
+    const std::vector<Record> rows = ledger_.held_in(number);
+    expect(rows.size() == in_segment.size(), "a segment has as many records as in the model");
     std::size_t at = 0;
-    for (const auto& [address, other] : in_segment) expect(told[at++].key == other, "which lie in a segment");
+    for (const auto& [address, other] : in_segment)
+      expect(rows[at++].key == other, "a segment has the records of the model");
     if (in_segment.empty() && choices_.one_in(4)) ledger_.drop_segment(number);
   }
 

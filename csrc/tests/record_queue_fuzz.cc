@@ -37,7 +37,7 @@ using hybridkv::testing::Memory;
 constexpr double kLongS = 50.0;
 constexpr std::size_t kDigestAt = 24;
 constexpr std::size_t kNumPlaces = 16;
-// A record takes up its whole place, or less: then the next one does not continue it.
+// A record fills its place, or is smaller: then the next record is not adjacent to it.
 constexpr std::size_t kPlacePages = 4;
 constexpr std::size_t kLargestPayloadBytes = (kPlacePages - 1) * kRecordPageBytes;
 constexpr std::size_t kMaxSteps = 150;
@@ -183,7 +183,7 @@ class Session {
     (one.is_store ? place.num_stores : place.num_loads) += 1;
     pending_.emplace(tag, std::move(one));  // before it can end
     if (queue_->submit(std::move(request))) {
-      expect(!is_closed_, "a closed queue takes nothing");
+      expect(!is_closed_, "a closed queue takes no record");
     } else {
       expect(is_closed_, "only a closed queue refuses a record");
       forget(tag);
@@ -265,7 +265,7 @@ class Session {
     check_file(one.place);
   }
 
-  // Byte for byte, the zeros too.
+  // Compares every byte, including the zeros.
   void check_file(std::size_t number) {
     const Place& place = places_[number];
     std::vector<std::unique_ptr<Memory>> parts;
@@ -296,10 +296,11 @@ class Session {
       for (const std::size_t size : one.sizes) written.push_back(std::make_unique<Memory>(size, 0));
       fill(written, one.version);
       const std::vector<unsigned char> payload = bytes_of(written);
-      expect(bytes_of(one.parts) == payload, "with the bytes that were stored");
-      expect(completion.digest == hybridkv::xxh3::digest(payload.data(), payload.size()), "and their digest");
+      expect(bytes_of(one.parts) == payload, "a load returns the stored bytes");
+      expect(completion.digest == hybridkv::xxh3::digest(payload.data(), payload.size()),
+             "a load returns their digest");
     } else if (completion.outcome == RecordOutcome::kFailed) {
-      expect(completion.error == ENODATA && !is_there, "a load fails where the file ends");
+      expect(completion.error == ENODATA && !is_there, "a load fails at the end of the file");
     } else if (completion.outcome == RecordOutcome::kOtherPayload) {
       expect(is_damaged || place.content == Content::kUnknown, "another payload is reported only for damage");
     } else {
@@ -313,7 +314,7 @@ class Session {
     const auto inside = static_cast<std::size_t>(part.data() - all.data());
     for (std::size_t byte = 0; byte < all.size(); ++byte) {
       if (byte >= inside && byte < inside + part.size()) continue;
-      expect(all[byte] == hybridkv::testing::kPoison, "no byte around a part is written to");
+      expect(all[byte] == hybridkv::testing::kPoison, "no byte around a part is written");
     }
   }
 
@@ -363,7 +364,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                                    choices.one_in(4) ? 20u : 0u, session.is_direct() ? kRecordPageBytes : 1});
     session.run();
   } catch (const std::exception& error) {
-    expect(false, std::string("nothing is thrown: ") + error.what());
+    expect(false, std::string("no exception is thrown: ") + error.what());
   }
   return 0;
 }

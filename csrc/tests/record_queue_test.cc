@@ -88,7 +88,7 @@ class Scripted final : public FileQueue {
     bool is_open = true;
     bool is_woken = false;
     bool is_reaping = false;
-    bool is_deaf = false;
+    bool ignores_wakes = false;
     std::vector<std::pair<FileOperation, std::int64_t>> calls;
     std::function<int(const FileRequest&)> error = [](const FileRequest&) { return 0; };
 
@@ -96,18 +96,18 @@ class Scripted final : public FileQueue {
       const std::lock_guard lock(mutex);
       is_open = false;
     }
-    // When the queue's thread is in `reap`, it stays there until `release`, also if it is woken: until then it takes no
+    // When the queue's thread is in `reap`, it stays there until `release`, even if it is woken: until then it takes no
     // submitted record.
     void hold_asleep() {
       std::unique_lock lock(mutex);
       expect(changed.wait_for(lock, std::chrono::duration<double>(kLongS), [&] { return is_reaping && !is_woken; }),
-             "the thread goes to sleep");
-      is_deaf = true;
+             "the thread waits in reap");
+      ignores_wakes = true;
     }
     void release() {
       const std::lock_guard lock(mutex);
       is_open = true;
-      is_deaf = false;
+      ignores_wakes = false;
       changed.notify_all();
     }
     void wait_for_calls(std::size_t count) {
@@ -153,7 +153,7 @@ class Scripted final : public FileQueue {
   void wake() override {
     {
       const std::lock_guard lock(script_.mutex);
-      script_.is_woken = !script_.is_deaf;
+      script_.is_woken = !script_.ignores_wakes;
       script_.changed.notify_all();
     }
     inner_->wake();
@@ -217,7 +217,7 @@ RecordRequest record_of(std::int64_t tag, bool is_store, const File& file, bool 
 }
 
 std::map<std::int64_t, RecordCompletion> finish(RecordQueue& queue) {
-  expect(queue.wait_until_idle(kLongS), "the queue comes to rest");
+  expect(queue.wait_until_idle(kLongS), "the queue becomes idle");
   std::map<std::int64_t, RecordCompletion> completions;
   for (RecordCompletion& completion : queue.take()) {
     const std::int64_t tag = completion.tag;
@@ -265,7 +265,7 @@ void check_bytes(FileBackend backend, bool is_direct) {
     expect(file.read(offsets[static_cast<std::size_t>(tag)], wanted.size()) == wanted, "the file holds every byte");
   }
   expect(queue.num_transfers() < static_cast<std::int64_t>(written.size()) / 2, "adjacent records are moved together");
-  // Out of order, so that some have neighbours and some have not.
+  // Out of order, so that some have neighbours and some do not.
   for (std::size_t number = 0; number < read.size(); ++number) {
     const std::size_t place = number * 5 % read.size();
     queue.submit(record_of(static_cast<std::int64_t>(place), false, file, is_direct, offsets[place], read[place]));
@@ -275,12 +275,13 @@ void check_bytes(FileBackend backend, bool is_direct) {
   for (std::size_t place = 0; place < read.size(); ++place) {
     const RecordCompletion& completion = loaded.at(static_cast<std::int64_t>(place));
     expect(completion.outcome == RecordOutcome::kDone, "a record is loaded");
-    expect(read[place].bytes() == written[place].bytes(), "with the bytes that were stored");
+    expect(read[place].bytes() == written[place].bytes(), "a load returns the stored bytes");
     for (const auto& part : read[place].parts) {
       const std::vector<unsigned char>& all = part->everything();
       const auto poisoned = std::count(all.begin(), all.end(), hybridkv::testing::kPoison);
       const auto inside = std::count(part->data(), part->data() + part->size(), hybridkv::testing::kPoison);
-      expect(static_cast<std::size_t>(poisoned - inside) == all.size() - part->size(), "and no byte around them");
+      expect(static_cast<std::size_t>(poisoned - inside) == all.size() - part->size(),
+             "no byte around the memory changes");
     }
   }
 }
@@ -313,7 +314,7 @@ void check_damage(FileBackend backend, bool is_direct) {
   expect(ended.at(1).outcome == RecordOutcome::kOtherHeader, "another header is detected");
   expect(ended.at(1).page == file.read(offset_of(1), kRecordPageBytes), "the page is returned");
   expect(ended.at(2).outcome == RecordOutcome::kOtherPayload, "another payload is detected");
-  expect(ended.at(3).outcome == RecordOutcome::kOtherHeader, "a header whose digest was changed is another one");
+  expect(ended.at(3).outcome == RecordOutcome::kOtherHeader, "a header with a changed digest counts as another header");
   expect(ended.at(4).outcome == RecordOutcome::kOtherHeader, "the digest of a header is checked");
   expect(ended.at(5).outcome == RecordOutcome::kFailed && ended.at(5).error == ENODATA,
          "the end of a file is an error");
@@ -329,12 +330,12 @@ void check_errors(FileBackend backend) {
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
   expect(ended.at(1).outcome == RecordOutcome::kFailed && ended.at(1).error == EBADF, "an error is reported");
   for (const double timeout_s : {std::numeric_limits<double>::infinity(), 1e300, 9223372036.0}) {
-    expect(queue.wait_until_idle(timeout_s), "a queue at rest is idle, however long one waits for it");
+    expect(queue.wait_until_idle(timeout_s), "an idle queue is idle with any timeout");
     queue.submit(record_of(2, true, file, false, 0, payload));
-    expect(queue.wait_until_idle(timeout_s) && queue.take().size() == 1, "a long wait does not end before it must");
+    expect(queue.wait_until_idle(timeout_s) && queue.take().size() == 1, "a long wait does not end early");
   }
-  expect(queue.close(std::numeric_limits<double>::infinity()), "a queue at rest closes");
-  expect(!queue.submit(record_of(2, true, file, false, 0, payload)), "a closed queue takes nothing");
+  expect(queue.close(std::numeric_limits<double>::infinity()), "an idle queue closes");
+  expect(!queue.submit(record_of(2, true, file, false, 0, payload)), "a closed queue takes no record");
 }
 
 // One of several adjacent records fails; the others are still moved.
@@ -351,15 +352,16 @@ void check_neighbours(FileBackend backend) {
   for (std::size_t number = 0; number < 4; ++number) payloads.emplace_back(std::vector<std::size_t>{4096}, 0);
   for (std::int64_t tag = 0; tag < 4; ++tag) {
     queue.submit(record_of(tag, true, file, false, tag * 8192, payloads[static_cast<std::size_t>(tag)]));
-    // Else it may prepare the next one before that has its neighbours.
+    // Otherwise the thread may prepare the next record before its neighbours are queued.
     if (tag == 0) script.hold_asleep();
   }
   script.release();
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
   for (const auto& [tag, completion] : ended) {
-    expect((completion.outcome == RecordOutcome::kFailed) == (tag == 1), "only the bad place fails");
+    expect((completion.outcome == RecordOutcome::kFailed) == (tag == 1), "only the record at the bad place fails");
   }
-  expect(ended.size() == 4 && queue.num_transfers() == 5, "the first alone, three together, and each of those alone");
+  expect(ended.size() == 4 && queue.num_transfers() == 5,
+         "the first is moved alone, three are moved together, and then each of these alone");
 }
 
 void check_order(FileBackend backend) {
@@ -380,7 +382,7 @@ void check_order(FileBackend backend) {
   std::vector<std::int64_t> order;
   for (const auto& call : script.calls_so_far()) order.push_back(call.second / 65536);
   const std::vector<std::int64_t> wanted = {0, 4, 5, 6, 7, 8, 9, 10, 11, 1, 12, 13, 14, 15, 2, 3};
-  expect(order == wanted, "loads go first, and a store does not wait for ever");
+  expect(order == wanted, "loads go first, and the wait of a store is limited");
 }
 
 void check_sync(FileBackend backend, int sync_error) {
@@ -398,10 +400,10 @@ void check_sync(FileBackend backend, int sync_error) {
   expect(calls.size() == 2 && calls[1].first == FileOperation::kSyncData, "a store is synced before it ends");
   queue.submit(record_of(1, false, file, false, 0, payload, true));
   finish(queue);
-  expect(script.calls_so_far().size() == 3, "a load is not");
+  expect(script.calls_so_far().size() == 3, "a load is not synced");
 }
 
-// A sync that fails is one of every store that was begun before its end, and of no other file.
+// A failed sync fails every store to its file that was begun before its end, and no store to another file.
 void check_shared_sync(FileBackend backend, int sync_error) {
   File file(0);
   File other(0);
@@ -410,7 +412,7 @@ void check_shared_sync(FileBackend backend, int sync_error) {
   script.error = [&](const FileRequest& request) {
     if (request.operation != FileOperation::kSyncData || request.fd != file.fd()) return 0;
     if (!std::exchange(is_first, false)) return 0;
-    script.is_open = false;  // with the mutex held: it stands still
+    script.is_open = false;  // the mutex is held: the queue's thread is blocked
     return sync_error;
   };
   RecordQueue queue(std::make_unique<Scripted>(files_of(backend, 3), script), {kBatchBytes, kDigestAt});
@@ -428,12 +430,12 @@ void check_shared_sync(FileBackend backend, int sync_error) {
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
   expect(ended.at(0).error == sync_error, "the store that syncs gets the error");
   expect(ended.at(1).error == sync_error, "a store that began before the end of the sync gets it too");
-  expect(ended.at(2).error == 0, "a store to another file does not");
+  expect(ended.at(2).error == 0, "a store to another file does not get it");
   submit(3, file);
-  expect(finish(queue).at(3).error == 0, "a later store does not");
+  expect(finish(queue).at(3).error == 0, "a later store does not get it");
 }
 
-void check_standstill(FileBackend backend) {
+void check_blocked_device(FileBackend backend) {
   File file(0);
   Scripted::Script script;
   script.hold();
@@ -444,7 +446,7 @@ void check_standstill(FileBackend backend) {
   queue->submit(record_of(0, true, file, false, 0, payload));
   script.wait_for_calls(1);
   queue->submit(record_of(1, true, file, false, 65536, payload));
-  script.wait_for_calls(2);  // the thread was woken, though nothing had ended
+  script.wait_for_calls(2);  // the thread was woken although no request had ended
   for (std::int64_t tag = 2; tag < 5; ++tag) queue->submit(record_of(tag, tag < 4, file, false, tag * 65536, payload));
   expect(queue->take().empty() && !queue->wait_until_idle(0.0), "a blocked record has not ended");
   expect(!queue->close(0.0), "closing does not wait for it");
@@ -459,7 +461,7 @@ void check_standstill(FileBackend backend) {
     if (completion.outcome == RecordOutcome::kCancelled) cancelled.push_back(completion.tag);
   }
   std::sort(cancelled.begin(), cancelled.end());
-  expect(cancelled == std::vector<std::int64_t>({2, 3, 4}), "each of them once");
+  expect(cancelled == std::vector<std::int64_t>({2, 3, 4}), "each of them is cancelled once");
 }
 
 // Records of a failed batch count as started: close waits for them, as for all records in flight.
@@ -468,7 +470,7 @@ void check_close_between_attempts(FileBackend backend) {
   Scripted::Script script;
   script.error = [&](const FileRequest& request) {
     if (request.extents.size() > 2) return EIO;               // the batch of two
-    if (script.calls.size() == 3) script.is_open = false;     // the first of them alone
+    if (script.calls.size() == 3) script.is_open = false;     // only the first of them
     return 0;
   };
   script.hold();
@@ -505,7 +507,7 @@ int main() {
     check_sync(backend, EIO);
     check_shared_sync(backend, EIO);
     check_shared_sync(backend, 0);
-    check_standstill(backend);
+    check_blocked_device(backend);
     check_close_between_attempts(backend);
   }
   return 0;

@@ -60,14 +60,14 @@ void check_failure(ThreadPool& pool, bool caller_throws) {
 void check_few() {
   const FewThreads few(3);
   ThreadPool pool(64);
-  expect(pool.num_threads() > 1 && pool.num_threads() < 64, "a pool has the threads that it got");
+  expect(pool.num_threads() > 1 && pool.num_threads() < 64, "a pool has the threads that could be started");
   check_parts(pool);
 }
 
 void check_none() {
   const FewThreads none(0);
   ThreadPool pool(4);
-  expect(pool.num_threads() == 1, "the calling thread is always there");
+  expect(pool.num_threads() == 1, "the calling thread always works");
   check_parts(pool);
 }
 
@@ -76,7 +76,7 @@ void check_none() {
 int main() {
   {
     ThreadPool pool(2);
-    expect(pool.num_threads() == 2, "a pool has as many threads as were asked for");
+    expect(pool.num_threads() == 2, "a pool has the requested number of threads");
     check_parts(pool);
     check_failure(pool, true);
     check_failure(pool, false);

@@ -1,4 +1,4 @@
-// The digest at every length, at every level, against the plain one and against digests made by python's xxhash.
+// The digests of all lengths and all levels equal those of the plain code and those of Python's xxhash.
 #include "hybridkv/xxh3.h"
 
 #include <cstdint>
@@ -49,7 +49,7 @@ int main() {
   for (const Known& known : kKnown) {
     const std::vector<unsigned char> input = input_of(known.num_bytes);
     expect(hybridkv::xxh3::digest(input.data(), input.size()) == known.digest,
-           "the digest of " + std::to_string(known.num_bytes) + " bytes is xxhash's");
+           "the digest of " + std::to_string(known.num_bytes) + " bytes equals that of xxhash");
   }
   const std::vector<unsigned char> input = input_of(9000);
   for (const hybridkv::cpu::Level level : hybridkv::cpu::supported_levels()) {

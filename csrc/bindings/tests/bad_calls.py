@@ -332,7 +332,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "queue of 2^63 in flight": (lambda: queue(2**63, 1, 8), "ValueError"),
     "queue of -1 in flight": (lambda: queue(-1, 1, 8), "TypeError"),
     "queue of empty batches": (lambda: queue(2, 0, 8), "ValueError"),
-    "digest behind the page": (lambda: queue(2, 1, PAGE - 31), "ValueError"),
+    "digest after the page": (lambda: queue(2, 1, PAGE - 31), "ValueError"),
     "digest past all numbers": (lambda: queue(2, 1, U64 - 16), "ValueError"),
     "record of no file": (lambda: submit(fd=-1), "ValueError"),
     "record of a file of 32 bits": (lambda: submit(fd=U32), "TypeError"),

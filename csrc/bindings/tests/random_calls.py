@@ -214,7 +214,7 @@ class QueuePlay(_Play):
 
 
 class CopierPlay(_Play):
-    """Addresses are of existing memory, or such as no memory has. Only the caller can check all others."""
+    """Uses addresses of existing memory, and addresses that no memory can have. Only the caller can check others."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)

@@ -36,7 +36,7 @@ def digests(data: bytes) -> list[bytes]:
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5000), st.integers(0, 70)), max_size=40)
-"""(where in the source, bytes, gap before it in the destination)"""
+"""Runs as (offset in the source, bytes, gap before the run in the destination)."""
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,7 +81,7 @@ def test_a_digest_equals_xxhash(copier: MemoryCopier, num_bytes: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 1000, 65_536, 1_000_000, 5_000_000]), min_size=1, max_size=30), st.data())
 def test_digests_of_records_split_over_threads_equal_xxhash(sizes: list[int], data: st.DataObject) -> None:
-    """Including empty records, records without runs, and records larger than all others together."""
+    """Includes empty records, records without runs, and records larger than all others together."""
     ends = [*sorted(data.draw(st.lists(st.integers(0, len(sizes)), max_size=20))), len(sizes)]
     source = noise(6_000_000)
     offsets = [7919 * number for number in range(len(sizes))]
@@ -121,7 +121,7 @@ def test_arrays_of_another_type_are_refused() -> None:
         MemoryCopier().copy(np.zeros(1, dtype=np.int32), integers([0]), integers([0]))  # type: ignore[arg-type]
 
 
-COME_BACK_LATE = """
+RETURN_LATE = """
 import builtins, threading
 import numpy as np
 from hybridkv.native import MemoryCopier
@@ -146,6 +146,6 @@ def test_a_daemon_thread_that_returns_late_does_not_abort_the_process() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(10):
         finished = subprocess.run(
-            [sys.executable, "-c", COME_BACK_LATE], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", RETURN_LATE], env=environment, capture_output=True, text=True, check=False
         )
         assert finished.returncode == 0, finished.stderr

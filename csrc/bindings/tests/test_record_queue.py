@@ -88,7 +88,7 @@ def test_a_closed_queue_accepts_no_record_and_keeps_no_buffer(queue: RecordQueue
     assert queue.close(LONG_S)
     destination = bytearray(10)
     assert not queue.submit(1, False, fd, 0, False, False, HEADER, [destination])
-    destination.extend(b"nobody holds it")
+    destination.extend(b"not in use")
     assert queue.take() == []
 
 

@@ -1,6 +1,6 @@
-// The copy kernel's index arithmetic, played for every warp and lane and compared with a loop over
-// bytes: each byte of each fragment is written exactly once, from the right place, by an access that
-// a GPU would not fault on, and nothing else is touched. Addresses here are offsets into nothing.
+// The copy kernel's index arithmetic for every warp and lane, compared with a loop over bytes: each
+// byte of each fragment is written exactly once, from the right place, by an aligned access, and no
+// other byte is written. The addresses are plain numbers; no memory is accessed.
 #include "../fragments.h"
 
 #include <cstdio>
@@ -18,7 +18,7 @@ void expect(bool holds, const char* claim, std::uint64_t detail = 0) {
   std::exit(EXIT_FAILURE);
 }
 
-// Which source byte each destination byte was written from.
+// The source address of each written destination byte.
 struct Journal {
   std::unordered_map<std::uint64_t, std::uint64_t> written;
   std::uint64_t accesses = 0;
@@ -72,11 +72,12 @@ void expect_same_as_a_loop_over_bytes(const Plan& plan, std::uint32_t num_warps)
       for (std::uint64_t byte = 0; byte < run.fragment_bytes; ++byte, ++num_bytes) {
         const auto found = journal.written.find(run.destination + fragment * run.destination_stride + byte);
         expect(found != journal.written.end(), "every byte is written", byte);
-        expect(found->second == run.source + fragment * run.source_stride + byte, "from its own source", byte);
+        expect(found->second == run.source + fragment * run.source_stride + byte,
+               "each byte is from its own source", byte);
       }
     }
   }
-  expect(journal.written.size() == num_bytes, "nothing else is written", journal.written.size());
+  expect(journal.written.size() == num_bytes, "no other byte is written", journal.written.size());
 }
 
 // Every alignment of both sides, every small size, tiles smaller and larger than the fragment.
@@ -94,7 +95,7 @@ void check_every_alignment_and_size() {
   }
 }
 
-// Sizes around the words that a warp takes at once: 512 bytes, and 2048 with all of them in flight.
+// Sizes around the bytes that a warp copies at a time: 512 bytes, and 2048 with all words in flight.
 void check_sizes_around_whole_warps() {
   for (const std::uint64_t skew : {0, 1, 2, 4, 8}) {
     for (const std::uint64_t middle : {512, 1024, 2048, 4096}) {
@@ -115,7 +116,7 @@ void check_strides_and_many_runs() {
       for (std::uint64_t i = 0; i < 40; ++i) {
         const std::uint64_t size = 1 + i * 37 % 500;
         const auto padding = static_cast<std::int64_t>(i % 3 * 13);
-        // Sources that descend, as block ids may, and sources that all fragments share.
+        // Descending sources, as of descending block ids, and one source for all fragments.
         const std::int64_t source_stride = i % 4 == 0 ? -static_cast<std::int64_t>(size) : i % 4 == 1 ? 0 : 4099;
         const std::uint64_t num_fragments = 1 + i % 6;
         plan.add({(i + 1) << 24, destination, source_stride, static_cast<std::int64_t>(size) + padding, size,
@@ -146,7 +147,7 @@ void check_that_tiles_are_dealt_out_evenly() {
     fewest = tiles < fewest ? tiles : fewest;
     most = tiles > most ? tiles : most;
   }
-  expect(most - fewest == 1, "no warp has more than one tile more than another", most - fewest);
+  expect(most - fewest == 1, "the numbers of tiles of two warps differ by at most one", most - fewest);
 }
 
 void check_find_run_against_a_walk() {
@@ -169,7 +170,7 @@ void check_find_run_against_a_walk() {
 }
 
 void check_the_largest_plan_does_not_overflow() {
-  // 2^31 fragments of 2 MiB in tiles of 2 MiB, far beyond any memory: the last one is where it should be.
+  // 2^31 fragments of 2 MiB in tiles of 2 MiB, more than any memory: the last fragment has the right address.
   const FragmentRun run{1, 2, std::int64_t{1} << 21, std::int64_t{1} << 22, 1 << 21, std::uint64_t{1} << 31, 0, 1};
   const std::uint64_t last = (std::uint64_t{1} << 31) - 1;
   const Tile tile = tile_at(run, last, 1 << 21);

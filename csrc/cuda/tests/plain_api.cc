@@ -1,5 +1,5 @@
 // The kernels for tests that have a GPU but no torch: a C interface, called through ctypes. Each
-// function returns 0, or 1 with the failed call's name in `error`. Waits where it says so.
+// function returns 0, or 1 with the failed call's name in `error`. A function waits only if its comment says so.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -43,24 +43,24 @@ int hybridkv_cuda_free(int on_device, std::uint64_t address, char* error, std::u
                 error_bytes);
 }
 
-// Waits until the bytes are there.
+// Waits until the bytes are copied.
 int hybridkv_cuda_move(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes, char* error,
                        std::uint64_t error_bytes) {
   const Status moved = check(cudaMemcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
                                         num_bytes, cudaMemcpyDefault),
                              "cudaMemcpy");
   if (!moved.ok()) return report(moved, error, error_bytes);
-  // From pageable memory it returns before the bytes have arrived, and other streams do not wait for it.
+  // A copy from pageable memory returns before it is complete, and other streams do not wait for it.
   return report(check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize"), error, error_bytes);
 }
 
-// Waits until everything on the stream has happened; reports what failed on the way.
+// Waits until all work on the stream is complete; reports its failures.
 int hybridkv_cuda_synchronize(std::uint64_t stream, char* error, std::uint64_t error_bytes) {
   return report(check(cudaStreamSynchronize(reinterpret_cast<cudaStream_t>(stream)), "cudaStreamSynchronize"), error,
                 error_bytes);
 }
 
-// By the kernel alone: `rows` is host memory for `count` rows, `table` memory of the GPU for as many.
+// Copies with the kernel only. `rows` is host memory for `count` rows, `table` is GPU memory for as many.
 int hybridkv_cuda_copy_by_kernel(const std::uint64_t* sources, const std::uint64_t* destinations,
                                  const std::uint64_t* sizes, std::uint64_t count, FragmentRun* rows,
                                  std::uint64_t table, std::uint64_t tile_bytes, std::uint32_t num_blocks,

@@ -1,5 +1,5 @@
-// The kernel, played on the CPU, against the plain references of csrc/include, on memory that ends where the bytes
-// end: a sanitizer sees an access that is out of bounds, where a GPU would fault or read a neighbour.
+// The kernel, simulated on the CPU, compared with the plain references of csrc/include. The memory ends with the copied
+// bytes, so a sanitizer detects an access out of bounds, at which a GPU would fault or read other data.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -23,7 +23,7 @@ using hybridkv::testing::expect;
 using hybridkv::testing::kPoison;
 using hybridkv::testing::Noise;
 
-// `num_bytes` from `skew` bytes behind an address that is aligned to 16, and not a byte more.
+// Exactly `num_bytes`, from `skew` bytes after an address that is aligned to 16.
 class Exactly {
  public:
   Exactly(std::size_t num_bytes, std::size_t skew) : bytes_(new unsigned char[num_bytes + skew]), skew_(skew) {
@@ -61,7 +61,7 @@ void play(const std::vector<CopyRun>& runs, std::uint64_t tile_bytes, std::uint3
                                      tile_bytes, warp, num_warps, lane, memory);
     }
   }
-  expect(!memory.misaligned, "a GPU faults on an access that is not aligned");
+  expect(!memory.misaligned, "all accesses are aligned");
 }
 
 void check(const std::string& name, const std::vector<CopyRun>& runs, Exactly& destination) {
@@ -72,7 +72,7 @@ void check(const std::string& name, const std::vector<CopyRun>& runs, Exactly& d
     for (const std::uint32_t num_warps : {1, 64}) {
       destination.poison();
       play(runs, tile_bytes, num_warps);
-      expect(destination.content() == wanted, name + ": copied as the reference does");
+      expect(destination.content() == wanted, name + ": the bytes of the reference");
     }
   }
 }
@@ -90,7 +90,7 @@ std::vector<CopyRun> page_runs(const std::vector<PageSet>& sets, const std::vect
 
 struct PageCase {
   std::uint64_t page_bytes;
-  std::uint64_t padding;  // behind each page but the last
+  std::uint64_t padding;  // after each page except the last
   std::uint32_t num_pages;
   std::size_t skew;
   std::size_t buffer_skew;
@@ -123,7 +123,7 @@ void check_pages() {
   }
 }
 
-// Two groups over the same memory, of other page sizes, as vLLM's hybrid models have; and a set without pages.
+// Two groups over the same memory with different page sizes, as in vLLM's hybrid models; and a set without pages.
 void check_overlapping_groups() {
   Exactly paged(64 * 8192, 0);
   paged.fill(3);

@@ -97,13 +97,13 @@ def test_no_kernel_spills_to_local_memory(architecture: str, kernel: str) -> Non
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_use_few_enough_registers(architecture: str, kernel: str) -> None:
+def test_kernels_use_at_most_their_limit_of_registers(architecture: str, kernel: str) -> None:
     assert resources(architecture)[kernel]["REG"] <= MOST_REGISTERS[kernel]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_ptx_assembles_without_spills(architecture: str, tmp_path: Path) -> None:
-    """What the driver does on a GPU without machine code in the library."""
+    """The driver does the same on a GPU without machine code in the library."""
     cubin(architecture)
     ptxas = Path(os.environ["HYBRIDKV_PTXAS"]).resolve()
     command = [ptxas, "-v", f"-arch=sm_{architecture}", "-o", tmp_path / "kernels.cubin", device_code()["ptx"]]

@@ -1,4 +1,4 @@
-// Pages of a paged KV cache: what a gather reads and a scatter writes.
+// Pages of a paged KV cache, as tables for a gather or a scatter.
 //
 // A gather moves many pages into one contiguous buffer, a scatter moves them back. Both are described by a table of
 // page sets and one table of block ids, so that a transfer of any number of blocks, layers and groups is two arrays and
@@ -17,8 +17,8 @@ namespace hybridkv {
 
 // One page of each of `num_pages` blocks, taken from one region of memory.
 //
-// Page i belongs to block `ids[first_id + i]`. It lies at `base + block * stride_bytes` and, in the buffer, at
-// `buffer_offset + i * page_bytes`: pages follow each other there without padding. Sets may overlap in the paged
+// Page i belongs to block `ids[first_id + i]`. Its address is `base + block * stride_bytes`, and in the buffer
+// `buffer_offset + i * page_bytes`: pages are adjacent there, without padding. Sets may overlap in the paged
 // memory when they are gathered, and must not when they are scattered; in the buffer they never overlap.
 struct PageSet {
   std::uint64_t base;           // address of block 0's page

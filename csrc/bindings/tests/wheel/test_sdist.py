@@ -1,4 +1,4 @@
-"""The source distribution compiles on a machine without Bazel, and what comes out runs."""
+"""The source distribution compiles on a machine without Bazel, and the compiled extension runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_source_distribution_compiles_and_runs(tmp_path: Path) -> None:
     built = subprocess.run(build, cwd=project, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     [wheel] = (project / "dist").glob("*.whl")
-    assert "-linux_" in wheel.name  # for this machine alone, unlike the wheels of a release
+    assert "-linux_" in wheel.name  # only for this machine, unlike the wheels of a release
     with zipfile.ZipFile(wheel) as files:
         files.extractall(tmp_path / "installed")
     script = Path(__file__).with_name("use_native.py")
@@ -30,7 +30,7 @@ def test_the_source_distribution_compiles_and_runs(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path: Path) -> None:
+def test_the_error_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     [archive] = Path(os.environ["HYBRIDKV_NATIVE_SDIST"]).glob("*.tar.gz")
     with tarfile.open(archive) as files:
         files.extractall(tmp_path, filter="data")

@@ -1,4 +1,4 @@
-"""The wheel for every Python from 3.12 on, on one that is later than this build's."""
+"""Runs the wheel for Python 3.12 and later on a later Python than that of this build."""
 
 from __future__ import annotations
 

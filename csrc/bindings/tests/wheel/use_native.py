@@ -1,4 +1,4 @@
-"""Run by another Python, which has nothing but its standard library and the wheel: calls of each kind."""
+"""Calls of each kind, run by another Python that has only its standard library and the wheel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridkv.native import _cpu as extension
 
 
 class MisuseError(Exception):
-    """What a ledger raises."""
+    """Raised by a ledger for an invalid call."""
 
 
 def check_ledgers() -> None:

@@ -25,7 +25,7 @@ def copy_with_memcpy(source: int, destination: int, num_bytes: int) -> None:
     """memcpy of the C library, for benchmarks."""
 
 class MemoryCopier:
-    """Copies bytes and computes digests. For any thread; with `num_threads` > 1 calls take turns.
+    """Copies bytes and computes digests. For any thread; with `num_threads` > 1 calls run one after the other.
 
     `level` is one of `levels()` or "best". `caching`: "streamed" stores bypass the caches, "cached" ones do not, and
     "by_size" chooses by the size of the call. The other threads start now, as many as the system permits, and end with
@@ -40,7 +40,7 @@ class MemoryCopier:
     def copy_and_digest(
         self, sources: _Integers, destinations: _Integers, num_bytes: _Integers, record_ends: _Integers
     ) -> bytes:
-        """Copies, and returns the XXH3-128 of each record: 16 bytes each, as of `xxhash.xxh3_128_digest`.
+        """Copies, and returns the XXH3-128 of each record: 16 bytes each, equal to `xxhash.xxh3_128_digest`.
 
         Record i is runs `record_ends[i - 1]` to `record_ends[i]`, in order; the last end is the number of runs.
         """
@@ -77,7 +77,7 @@ class Lowering:
         bytes of a run, and the number of runs."""
 
 def expand_rows(rows: _Integers, sources: _Integers, destinations: _Integers, num_bytes: _Integers) -> None:
-    """Writes the runs of rows to three arrays. ValueError if these have not as many elements as there are runs."""
+    """Writes the runs of rows to three arrays. ValueError if the arrays do not have one element for each run."""
 
 class RecordQueue:
     """Stores and loads records of files: a page that begins with a header, then the payload in whole pages.
@@ -85,7 +85,7 @@ class RecordQueue:
     Its thread keeps up to `max_in_flight` requests (1 to 4096) in flight. The backend "threads" starts as many threads,
     or fewer if the system permits fewer; RuntimeError if it permits none. One request moves adjacent records of about
     `batch_bytes` at most. Loads go before stores. For any thread. Records that have not ended when the last reference
-    is dropped go on, with their memory.
+    is dropped continue, with their memory.
 
     A header is any bytes with 16 zeros at `digest_at`. The file has the payload's XXH3-128 there, and that of the
     header after the header; the rest of the page is zeros.
@@ -330,8 +330,8 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
         """Begins a walk over committed records in steps. The ledger may change between steps. It ends an older walk."""
 
     def walk(self, number: int, num_entries: int) -> tuple[bool, bytes, bytes, bytes, bytes, bytes] | None:
-        """Returns True if the walk goes on, and columns: joined keys, their lengths (16 bits), addresses, payload bytes
-        (64 bits each) and turns (32 bits; the lowest is the least recently used). None if another walk has begun."""
+        """Returns True if the walk continues, and columns: joined keys, their lengths (16 bits), addresses, payload
+        bytes (64 bits each) and turns (32 bits; the lowest is the least recently used). None if another walk began."""
 
     def take_tally(self) -> tuple[int, int, int, int, int, int, dict[_Refusal, int]]: ...
     def watch_at_most(self, max_keys: int) -> None: ...

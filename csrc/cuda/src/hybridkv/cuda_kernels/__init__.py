@@ -1,4 +1,4 @@
-"""The compiled library that `hybridkv.transfer.cuda` loads. Says where they are, and imports nothing."""
+"""The compiled library that `hybridkv.transfer.cuda` loads. This package gives its path, and imports nothing else."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["library_path"]
 
 
 def library_path() -> Path:
-    """Of the library with the functions of csrc/cuda/copier.cc, for ctypes.
+    """Path of the library with the functions of csrc/cuda/copier.cc, for ctypes.
 
     Raises:
-        FileNotFoundError: this is the source tree, or a wheel that was built without the library.
+        FileNotFoundError: the package is in the source tree, or in a wheel without the library.
     """
     path = Path(__file__).with_name("libhybridkv_cuda.so")
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; hint: tools/bazel build //csrc/cuda:wheel, and install that")
+        raise FileNotFoundError(f"{path} is missing; hint: tools/bazel build //csrc/cuda:wheel, and install the wheel")
     return path
