@@ -1,7 +1,8 @@
-"""What a disk tier keeps of prompts that come in a burst: tokens that can be resumed from it over tokens that fit.
+"""Share of a burst of prompts that a disk tier keeps: tokens that can be resumed from it over tokens that fit.
 
-A chunk is of attention alone, in a chain: the first that is missing ends what can be resumed. Host memory holds the
-whole burst, so what is measured is the way down and the disk. Steps are as fast as they can be.
+The model has only full attention, and the chunks of a prompt form a chain: its first missing chunk ends the part that
+can be resumed. Host memory holds the whole burst, so only the cascade and the disk limit the result. Steps run without
+pauses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CAPACITIES = tuple(mib << 20 for mib in (64, 256, 1024, 4096, 16384, 65536))
 
 
 class Burst:
-    """Two tiers, and the prompts that go through them."""
+    """A primary and a disk tier, and the prompts stored in them."""
 
     def __init__(self, path: Path, capacity_bytes: int, offered_bytes: int) -> None:
         near_bytes = offered_bytes + (64 << 20)
@@ -49,7 +50,7 @@ class Burst:
         self.prompts: list[list[bytes]] = []
 
     def offer(self) -> None:
-        """One prompt, as a store of it ends."""
+        """Stores the chunks of one prompt in host memory and commits them."""
         keys = [b"%d-%d" % (len(self.prompts), number) for number in range(PROMPT_CHUNKS)]
         for number, key in enumerate(keys):
             extends = tuple(keys[max(number - 1, 0) : number])
@@ -109,7 +110,7 @@ def measure(path: Path, capacity_bytes: int, offered_bytes: int, is_paced: bool)
 
 
 def bursts(root: Path, capacities: tuple[int, ...], largest_offer_bytes: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Twice what each capacity is, at most `largest_offer_bytes`, at once and prompt by prompt."""
+    """Offers twice each capacity, at most `largest_offer_bytes`: all prompts at once, and prompt by prompt."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for capacity_bytes in capacities:
         offered_bytes = min(2 * capacity_bytes, largest_offer_bytes)

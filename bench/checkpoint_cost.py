@@ -1,28 +1,28 @@
-"""What stops for recurrent states cost a prompt, and what they spare the next one.
+"""Cost of stops for recurrent states to a prompt, and their gain for the next prompt.
 
     tools/bazel run //bench:checkpoint_cost -- [--lengths N...] [--rounds N] [--json FILE]
 
-What is measured, in engines' processes, one asked at a time and in turns, is seconds to the first token of prompts of
-which nobody has seen a token before but where it says so:
-- `cold`: a prompt of which nothing is known.
-- `second`: one that shares three quarters with the first. Nobody can resume it, since no state lies there; with
-  `checkpoints: auto` it stops there, so that there is one.
-- `later`: a third one that shares as much. Each time the engine has dropped its own prefix cache before.
+Measures seconds to the first token, in engines that are separate processes and run one at a time, in turns. All tokens
+are new, except for these shared parts:
+- `cold`: a new prompt.
+- `second`: shares three quarters with the first prompt. No engine can resume it, because no state is stored there; with
+  `checkpoints: auto` it stops there, so that a state is stored.
+- `later`: a third prompt that shares the same part. Before each prompt the engine drops its own prefix cache.
 
-The engines: `auto` and `off` are HybridOffloadConnector with states placed and not; `off again` is a second engine of
-the same configuration as `off`, and what it differs by is the noise; `vllm` is vLLM's own OffloadingConnector, with a
-copy for the CPU; `alone` has no connector and recomputes. A ratio is the median over rounds of one engine's time over
-that of `off` (of `later`: over that of `auto`) in the same round, in brackets its quartiles.
+Engines: `auto` and `off` are HybridOffloadConnector with and without stops; `off again` is a second engine with the
+configuration of `off`, and its difference from `off` is the noise; `vllm` is vLLM's OffloadingConnector, with copies
+for the CPU; `alone` has no connector and recomputes. A ratio is the median over rounds of an engine's time over that of
+`off` (for `later` also over that of `auto`) in the same round, with its quartiles in brackets.
 
-`in one engine` is what stops cost prompts that share nothing with any other, after some that did: two of them in each
-round, one with states placed and one without, in one process, since two processes differ by more than a step.
+`in one engine` is the cost of stops to prompts that share nothing with any other prompt, after some that did: two such
+prompts in each round, one with stops and one without, in one process, because two processes differ by more than a step.
 
-`crowded` is the other half of what a stop costs: whether the store keeps its state. Prompts that share nothing or three
-quarters with an earlier one come to an engine whose store has room for a few of them. After each, and without the
-engine's own cache, a prompt that parts at each stop that was just made is asked: it is kept if that one resumes there.
+`crowded` tests whether the store keeps the states of stops. An engine with room for a few prompts gets prompts that
+share nothing or three quarters with an earlier one. After each prompt, and without the engine's own cache, it gets one
+more prompt for each new stop, which branches there: the state was kept if this prompt resumes at the stop.
 
-The model is random and small (Qwen3-Next's layers, blocks of 128), so a step costs what it costs on a CPU. Not
-measured: a GPU, more than one request at a time, answers.
+The model is random and small (layers of Qwen3-Next, blocks of 128 tokens), so a step has the cost of a CPU. Not
+measured: a GPU, several requests at a time, answers.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ KIND = "qwen3-next"
 BLOCK_TOKENS = 128
 VOCABULARY = range(3, 1000)
 OTHER_TOKENS = (1000, 1001)
-"""That no prompt has."""
+"""Tokens that no prompt has."""
 SHARED = 0.75
 STOP_S = 30.0
 TIMES = ("cold", "second", "later")
 ARGUMENTS = {"max_num_batched_tokens": 2048, "num_gpu_blocks_override": 512}
 LEARNED_FAMILIES = 8
 ALONE = 4
-"""Pairs of prompts in one engine, for each round of all engines."""
+"""Pairs of prompts in one engine for each round of all engines."""
 CROWDED_PROMPTS = 24
 CROWDED_TOKENS = 2049
 CROWDED_ROOM = "24MiB"
@@ -81,7 +81,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 
 
 class Turn(NamedTuple):
-    """What three prompts took of one engine."""
+    """Times and hits of three prompts in one engine."""
 
     seconds: dict[str, float]
     hits: dict[str, int]
@@ -89,7 +89,7 @@ class Turn(NamedTuple):
 
 
 def prompt_of(num_tokens: int, *names: tuple[str, int]) -> list[int]:
-    """Random tokens: of each name until where it says, the last to the end."""
+    """Random tokens. Each (name, end) gives the tokens up to `end`, seeded by the name."""
     tokens: list[int] = []
     for name, end in names:
         tokens += random.Random(name).choices(VOCABULARY, k=end - len(tokens))
@@ -112,11 +112,12 @@ def turn(engine: ToldProcess, prompts: Sequence[Sequence[int]]) -> Turn:
 
 
 class Started:
-    """The engines that run. `kept` ends them.
+    """Running engines. `kept` stops them.
 
     Args:
-        kind: of the model.
-        script: beside this one, which calls `checkpoint_engine.serve`.
+        kept: stops the engines when it is closed.
+        kind: kind of the model.
+        script: file in this folder that calls `checkpoint_engine.serve`.
     """
 
     def __init__(self, kept: ExitStack, kind: str = KIND, script: str = "checkpoint_engine.py") -> None:
@@ -147,7 +148,7 @@ def measure(engines: Mapping[str, ToldProcess], num_tokens: int, rounds: int) ->
 
 
 def in_one_engine(engine: ToldProcess, num_tokens: int, rounds: int) -> dict[str, Any]:
-    """What stops cost prompts that nobody has seen and nobody will come back to."""
+    """Cost of stops to prompts that share nothing with any other prompt."""
     for number in range(LEARNED_FAMILIES):
         turn(engine, family(f"{num_tokens} learned {number}", num_tokens, len(TIMES)))
     found: dict[bool, list[Mapping[str, Any]]] = {True: [], False: []}
@@ -171,7 +172,7 @@ def in_one_engine(engine: ToldProcess, num_tokens: int, rounds: int) -> dict[str
 
 
 def row(name: str, found: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-    """What was found of one engine. The first round is not counted."""
+    """Results of one engine. The first round is not counted."""
     turns, off = found[name][1:], found["off"][1:]
 
     def over(other: str, time: str) -> list[float]:
@@ -191,12 +192,12 @@ def row(name: str, found: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
 
 
 def _computed(turn: Turn) -> float:
-    """Seconds for the two prompts that nobody can resume."""
+    """Seconds of the two prompts that no engine can resume."""
     return turn.seconds["cold"] + turn.seconds["second"]
 
 
 def crowded(engine: ToldProcess, plain: ToldProcess) -> dict[str, Any]:
-    """Whether a store with room for a few prompts keeps the states that prompts stop for."""
+    """Counts the states of stops that a store with room for a few prompts keeps."""
     made = kept = 0
     generator = random.Random("crowded")
     for number in range(CROWDED_PROMPTS):
@@ -235,7 +236,7 @@ def show(num_tokens: int, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def machine(load_before: float) -> dict[str, Any]:
-    """What the figures are of."""
+    """Machine and versions of the figures."""
     return {
         "cores": os.cpu_count(),
         "kernel": platform.release(),
@@ -246,7 +247,7 @@ def machine(load_before: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What stops for recurrent states cost and spare.")
+    parser = argparse.ArgumentParser(description="Cost and gain of stops for recurrent states.")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1025, 2049, 4097, 7937])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)

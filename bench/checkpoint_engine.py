@@ -1,6 +1,6 @@
-"""An engine with any connector that offloads, or with none: a process that `checkpoint_cost.py` tells what to do.
+"""Process with an engine for `checkpoint_cost.py`, with any connector that offloads or with none.
 
-`serve` is such a process for whoever can be told more, as `ttft_engine.py` is.
+`serve` also runs subclasses with more commands, as in `ttft_engine.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from told_process import PAUSE_S, Serving, take_answers
 
 
 class CheckpointServing(Serving):
-    """What it can be told."""
+    """Commands of the process."""
 
     _placing: Any = None
-    """Who says where prompts stop."""
+    """The connector's object that chooses stops."""
 
     def first_token(self, prompt: list[int], params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Seconds from a request to its first token, and where its steps ended. `params` are for connectors."""
+        """Seconds from a request to its first token, and the ends of its steps. `params` are for connectors."""
         engine = self.engine
         began_s = time.perf_counter()
         engine.add(prompt, max_tokens=1, kv_transfer_params=params)
@@ -40,24 +40,24 @@ class CheckpointServing(Serving):
         }
 
     def place(self, is_on: bool) -> None:
-        """Whether prompts stop from now on, in an engine that has them stop."""
+        """Turns stops on or off, in an engine with `checkpoints: auto`."""
         scheduler = self.engine.connector._scheduler
         self._placing = self._placing or scheduler._checkpoints
         scheduler._checkpoints = self._placing if is_on else None
 
     def forget(self) -> None:
-        """Drop the engine's own prefix cache, as soon as nobody reads or writes it."""
+        """Drops the engine's own prefix cache, after pending reads and writes."""
         self.engine.reset_prefix_cache()
 
     def forget_all(self) -> None:
-        """And what was stored."""
+        """Drops the engine's own prefix cache and all stored chunks."""
         self.engine.reset_prefix_cache()
         if self.engine.connector is not None:
             self.engine.connector.reset_cache()
 
 
 def serve(serving: type[CheckpointServing]) -> None:
-    """Start the engine that the command line describes, and do what is told until nobody is there to tell it."""
+    """Starts the engine of the command line, and runs commands until the input ends."""
     parser = argparse.ArgumentParser()
     for name in ("kind", "transfer", "arguments"):
         parser.add_argument(f"--{name}", required=True)

@@ -1,10 +1,11 @@
-"""What the order of a chunk costs: the same blocks into chunks that are layer-major, as they were, and block-major.
+"""Cost of the order of a chunk: copies the same blocks to layer-major chunks (the old order) and block-major chunks.
 
-Part of `cpu_copy.py`, which runs and prints it. 256 blocks of 32 layers whose pages are 32 KiB, of a pool of 1,024, in
-chunks of 8. An engine keeps all layers of a block together (vLLM's BLHNC, `block-outer`) or each layer for itself
-(LBHNC, `layer-outer`); the blocks are scattered, as after a while, or in a row, as after a start. `store` is
-`MemoryCopier.copy_and_digest` with a record for each chunk, `load` is `MemoryCopier.copy`, both in coalesced runs, in
-thread CPU time. `lower` is what making those runs takes, in Python. All rows take turns in each round.
+Part of `cpu_copy.py`, which runs and prints it. Copies 256 of 1,024 blocks, in chunks of 8; a block has 32 layers with
+pages of 32 KiB. An engine keeps all layers of a block together (vLLM's BLHNC, `block-outer`) or each layer separately
+(LBHNC, `layer-outer`). The blocks are scattered, as in an engine that has run for some time, or in a row, as after a
+start. `store` is `MemoryCopier.copy_and_digest` with a record for each chunk, `load` is `MemoryCopier.copy`, both with
+coalesced runs, in thread CPU time. `lower` is the time to create those runs in Python. All rows alternate in each
+round.
 """
 
 import itertools
@@ -40,7 +41,7 @@ def group_pages(layout: str, base: int) -> GroupPages:
 
 
 def lowering(pages: GroupPages, ids: np.ndarray, order: str, buffer: int) -> Lower:
-    """Makes the runs of a store, and says where each chunk's end."""
+    """Returns a function that creates the runs of a store, and the number of runs up to the end of each chunk."""
 
     def chunk(number: int) -> CopyRuns:
         addresses, sizes = pages.addresses(ids[number * CHUNK_BLOCKS : (number + 1) * CHUNK_BLOCKS])
@@ -59,7 +60,7 @@ def lowering(pages: GroupPages, ids: np.ndarray, order: str, buffer: int) -> Low
 
 
 def measure(pool: np.ndarray, buffer: np.ndarray, rounds: int) -> list[dict[str, Any]]:
-    """A row for each layout, blocks and order of a chunk."""
+    """A row for each layout, choice of blocks, and order of a chunk."""
     copier = MemoryCopier()
     lowers: dict[tuple[str, str, str], Lower] = {
         (layout, blocks, order): lowering(

@@ -1,22 +1,22 @@
-"""Moving KV pages in host memory: the extension beside memcpy, numpy and torch.
+"""Copies of KV pages in host memory: the extension compared with memcpy, numpy and torch.
 
     tools/bazel run //bench:cpu_copy -- [--rounds N] [--json FILE]
 
-What is measured, in thread CPU time on one thread: 256 MiB of pages at random places of a pool of 1 GiB, in huge pages
-where the kernel gives them, so that nothing is in a cache. `gather` moves them into one contiguous buffer, `scatter`
-back. All variants take turns in each round of one process. GB/s is the best round; a ratio is the median over rounds of
-the time of `memcpy` in the same round over the variant's, so larger is faster, and 1 is a contiguous copy of the same
-bytes by the C library.
+Measures thread CPU time on one thread: copies of 256 MiB of pages at random places of a pool of 1 GiB, in huge pages if
+the kernel provides them, so that no page is in a cache. `gather` copies them to one contiguous buffer, `scatter` copies
+them back. All variants alternate in each round of one process. GB/s is the best round. A ratio is the median over
+rounds of the time of `memcpy` over that of the variant in the same round: larger is faster, and 1 is a contiguous copy
+of the same bytes by the C library.
 
-Variants: `hybridkv` is `MemoryCopier.copy` with the best instructions; `hybridkv avx2` and `scalar` are forced down;
-`hybridkv checksum` also takes XXH3-128 of each record of 1 MiB or one page, whichever is more, and `checksum of pages`
-of each page; `hybridkv, then checksum` takes those of the records by reading what was written once more.
-`torch int64` sees pages as int64, its faster way; `index_select` and `numpy take` only gather, `index_copy_` only
-scatters.
+Variants: `hybridkv` is `MemoryCopier.copy` with the best instructions; `hybridkv avx2` and `scalar` use older ones;
+`hybridkv checksum` also computes the XXH3-128 of each record of 1 MiB, or of one page if that is larger, and `checksum
+of pages` that of each page; `hybridkv, then checksum` reads the written bytes again to compute the digests of the
+records. `torch int64` handles pages as int64, which is faster in torch; `index_select` and `numpy take` only gather,
+`index_copy_` only scatters.
 
-`chunks` is whole chunks, in both orders that their bytes had; see `chunk_order.py`.
+`chunks` copies whole chunks, in the old and the new order of their bytes; see `chunk_order.py`.
 
-What is not: more than one thread, memory of another NUMA node, pages that are in a cache.
+Not measured: several threads, memory of another NUMA node, pages in a cache.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def native(runs: CopyRuns, ends: np.ndarray, page_ends: np.ndarray) -> Variants:
 
 
 def variants_of(pool: np.ndarray, buffer: np.ndarray, page_bytes: int) -> tuple[dict[str, Variants], int]:
-    """Both directions, and the bytes that each moves."""
+    """The variants of both directions, and the bytes that each copies."""
     count = MOVED_BYTES // page_bytes
     num_bytes = count * page_bytes
     ids = np.random.default_rng(1).permutation(POOL_BYTES // page_bytes)[:count]

@@ -1,12 +1,11 @@
-"""What the index of the disk costs a record: memory, and how long a start takes that finds many.
+"""Cost of a record in the index of the disk tier: memory, and the time of a start with many records.
 
-What is measured, each in a process of its own: how much more memory it has when so many records of 48-byte keys are
-committed in the table that an index keeps; how much more when a whole `DiskIndex` has stored them, and when another one
-has opened that store after it was closed; the most that one had meanwhile; and the time from `DiskIndex(...)` until it
-answers. Records are of one page, so a million take 8 GiB of files, of which nothing is written or read but the heads of
-segments.
+Measures, each in a separate process: the memory of records with 48-byte keys that are committed in the table of an
+index; the memory of a whole `DiskIndex` that has stored them, and of another one that has opened the closed store, with
+its peak during the start; and the time of `DiskIndex(...)` until it answers lookups. A record has one page of payload,
+so a million records take 8 GiB of files. Only the heads of segments are written and read.
 
-What is not: payloads. A start verifies none; each is verified when it is loaded.
+Not measured: payloads. A start verifies none; each is verified when it is loaded.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ FINGERPRINT = Fingerprint(
 
 
 def bytes_a_record(count: int) -> float:
-    """In this process, which has done nothing else."""
+    """Memory of one record in the table. Needs a process that has done nothing else."""
     num_segments = -(-count // RECORDS_A_SEGMENT)
     sizes = SimpleNamespace(
         room_bytes=SEGMENT_BYTES,
@@ -87,7 +86,7 @@ def build_store(path: Path, count: int) -> DiskIndex:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had."""
+    """Peak memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -95,7 +94,7 @@ def peak_bytes() -> int:
 
 
 def fill(path: Path, count: int) -> dict[str, Any]:
-    """Store so many records: memory of the whole index before it is closed. This process does nothing else."""
+    """Stores `count` records. Returns the memory of the whole index before it is closed. Needs a new process."""
     before = resident_bytes()
     index = build_store(path, count)
     number = 0
@@ -106,19 +105,19 @@ def fill(path: Path, count: int) -> dict[str, Any]:
         else:
             index.drain(1.0)
     assert index.drain(60.0) and index.num_keys == count
-    told = {"bytes_a_record": (resident_bytes() - before) / count, "records": index.num_keys}
+    result = {"bytes_a_record": (resident_bytes() - before) / count, "records": index.num_keys}
     index.close()
-    return told
+    return result
 
 
 def reopened(path: Path, count: int) -> dict[str, Any]:
-    """Open such a store: time and memory of the whole index, in this process, which does nothing else."""
+    """Opens the store of `fill`. Returns the time, and the memory of the whole index. Needs a new process."""
     before = resident_bytes()
     begun, begun_cpu = time.perf_counter(), time.process_time()
     index = build_store(path, count)
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
     index.drain(60.0)
-    told = {
+    result = {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "records": index.num_keys,
@@ -126,11 +125,11 @@ def reopened(path: Path, count: int) -> dict[str, Any]:
         "peak_bytes": peak_bytes() - before,
     }
     index.close()
-    return told
+    return result
 
 
 def measured(part: str, count: int, path: Path | None = None) -> Any:
-    """In a process of its own."""
+    """Runs one part in a separate process. Returns its result."""
     words = [sys.executable, __file__, "--measure", part, "--records", str(count)]
     words += ["--path", str(path)] if path else []
     return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
@@ -139,10 +138,10 @@ def measured(part: str, count: int, path: Path | None = None) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--path", type=Path, help="of a directory with 9 GiB to spare for a million records")
+    parser.add_argument("--path", type=Path, help="a directory with 9 GiB of free space for a million records")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", choices=("memory", "fill", "open"), help="one part in this process")
+    parser.add_argument("--measure", choices=("memory", "fill", "open"), help="measure one part in this process")
     options = parser.parse_args()
     if options.measure == "memory":
         print(json.dumps(bytes_a_record(options.records)))
@@ -166,14 +165,14 @@ def main() -> None:
     print(f"CPU of that: {min(each['cpu_seconds'] for each in opened):.2f} s")
     print(f"opened with {opened[0]['records']} records in {seconds[0]:.2f} to {seconds[-1]:.2f} s")
     if options.json:
-        told = {
+        result = {
             "machine": platform.processor() or platform.machine(),
             "python": platform.python_version(),
             "bytes_a_record": memory,
             "stored": stored,
             "opened": opened,
         }
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What the disk tier's index costs the thread that asks it, by number of records: ends, pauses, collections, memory.
+"""Cost of the disk tier's index to the thread that uses it, by number of records: close, clear, pauses, garbage
+collections, memory.
 
-What is measured: CPU time of the calling thread and wall clock for `close` and `clear`; the longest pauses of a thread
-that does nothing but ask, while a snapshot is written and while what a clear forgot is freed; what Python's garbage
-collector takes for its oldest generation; and how much memory a snapshot takes. A pause is CPU time that all other
-threads of this process had between two answers, so that other processes of the machine are none of it.
+Measures CPU time of the calling thread and wall time of `close` and `clear`; the longest pauses of a thread that only
+looks keys up, while a snapshot is written and while the memory of a `clear` is freed; the time of Python's garbage
+collector for its oldest generation; and the memory of a snapshot. A pause is the CPU time of all other threads of this
+process between two answers, so other processes of the machine do not count.
 
-What is not: bytes of chunks. Segment files are sparse and no chunk is written.
+Not measured: bytes of chunks. Segment files are sparse and no chunk is written.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ NUM_PAUSES = 8
 
 
 class SparseFiles(FileIO):
-    """Segments take up no space before they are written, which here is never."""
+    """Segments without disk space, because they are never written."""
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         self.truncate(fd, num_bytes)
 
 
 class Clock:
-    """The real one, and ahead of it when somebody wants an interval to be over."""
+    """The monotonic clock plus `ahead_s`, with which a caller skips an interval."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -50,13 +51,13 @@ class Clock:
 
 
 def pauses_ms(index: DiskIndex, keys: list[bytes], is_over: Callable[[], bool]) -> list[float]:
-    """Ask until it is over. The longest pauses, that is CPU time of all other threads between two answers."""
-    lookup, everybody, own = index.lookup, time.process_time, time.thread_time
+    """Looks keys up until `is_over`. Returns the longest pauses: CPU time of all other threads between two answers."""
+    lookup, process_s, own_s = index.lookup, time.process_time, time.thread_time
     pauses: list[float] = []
-    others_s = everybody() - own()
+    others_s = process_s() - own_s()
     for turn, key in enumerate(itertools.cycle(keys)):
         lookup(key)
-        now_s = everybody() - own()
+        now_s = process_s() - own_s()
         if now_s - others_s > SHORTEST_PAUSE_S:
             pauses.append(1000 * (now_s - others_s))
         others_s = now_s
@@ -66,7 +67,7 @@ def pauses_ms(index: DiskIndex, keys: list[bytes], is_over: Callable[[], bool]) 
 
 
 def measure(root: Path) -> dict[str, dict[str, object]]:
-    """By number of records."""
+    """Results by number of records."""
     found = {}
     for count in disk_subject.RECORDS:
         with tempfile.TemporaryDirectory(dir=root) as path:
@@ -82,14 +83,14 @@ def of_store(path: Path, count: int) -> dict[str, object]:
     index = opened(path, count, clock)
     growth_ms = fill(index, keys)
     found: dict[str, object] = {"longest store, ms": growth_ms, "collection, ms": 1000 * (collection_s() - before_s)}
-    found |= beside_a_snapshot(index, keys, clock)
+    found |= during_a_snapshot(index, keys, clock)
     found["close"] = cost_of(index.close)
     index = opened(path, count, clock)
     if index.num_keys != count:
-        raise RuntimeError(f"{index.num_keys} of {count} records came back")
+        raise RuntimeError(f"{index.num_keys} of {count} records were restored")
     index.take_disk_counts()
     found["clear"] = cost_of(index.clear)
-    # The first snapshot of what is left waits until all that was forgotten is freed.
+    # The first snapshot after a clear waits until all old memory is freed.
     pauses = pauses_ms(index, keys, lambda: index.take_disk_counts().snapshots > 0)
     index.close()
     return found | {"pauses after a clear, ms": pauses}
@@ -107,7 +108,7 @@ def opened(path: Path, count: int, clock: Clock) -> DiskIndex:
 
 
 def fill(index: DiskIndex, keys: list[bytes]) -> float:
-    """The most CPU milliseconds that one reservation and its commit took: those at which tables grew."""
+    """Stores the keys. Returns the longest CPU time of one reservation with its commit, when tables grew, in ms."""
     longest_s = 0.0
     for key in keys:
         started_s = time.thread_time()
@@ -120,15 +121,15 @@ def fill(index: DiskIndex, keys: list[bytes]) -> float:
 
 
 def collection_s() -> float:
-    """Of the oldest generation, which looks at everything; the second one in a row, which finds nothing."""
+    """Seconds of a full garbage collection: the second in a row, which finds no garbage."""
     gc.collect()
     started_s = time.thread_time()
     gc.collect()
     return time.thread_time() - started_s
 
 
-def beside_a_snapshot(index: DiskIndex, keys: list[bytes], clock: Clock) -> dict[str, object]:
-    """Pauses while one is written, and before with nothing beside. And what memory it takes."""
+def during_a_snapshot(index: DiskIndex, keys: list[bytes], clock: Clock) -> dict[str, object]:
+    """Pauses without other work, pauses while a snapshot is written, and the memory of the snapshot."""
     until_s = time.monotonic() + ALONE_S
     alone = pauses_ms(index, keys, lambda: time.monotonic() >= until_s)
     index.reserve(b"something new to write down", RECORD_BYTES // 2)
@@ -136,8 +137,8 @@ def beside_a_snapshot(index: DiskIndex, keys: list[bytes], clock: Clock) -> dict
     index.take_disk_counts()
     clock.ahead_s += 2 * NEVER_S
     with peak_memory() as peak_mib:
-        beside = pauses_ms(index, keys, lambda: index.take_disk_counts().snapshots > 0)
-    return {"pauses alone, ms": alone, "pauses beside a snapshot, ms": beside, "snapshot, MiB": peak_mib()}
+        during = pauses_ms(index, keys, lambda: index.take_disk_counts().snapshots > 0)
+    return {"pauses alone, ms": alone, "pauses beside a snapshot, ms": during, "snapshot, MiB": peak_mib()}
 
 
 def cost_of(end: Callable[[], object]) -> dict[str, float]:
@@ -150,7 +151,7 @@ def cost_of(end: Callable[[], object]) -> dict[str, float]:
 
 @contextmanager
 def peak_memory() -> Iterator[Callable[[], float]]:
-    """How many MiB more the process had at most, since the beginning of the block, than at its beginning."""
+    """Yields a function that returns the growth of memory since the beginning of the block, at its peak, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     before_kib = status_kib("VmRSS")
     yield lambda: (status_kib("VmHWM") - before_kib) / 1024

@@ -1,4 +1,4 @@
-"""The disk tier as `disk_tier.py` measures it: many stores or loads on their way at once, as an engine has them."""
+"""The disk tier for `disk_tier.py`, with many stores or loads in flight, as in an engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hybridkv.tiers import Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 
 POLL_INTERVAL_S = 0.0005
-"""An engine looks once a step, which is less often."""
+"""An engine polls once in a step, which is less often."""
 RECORDS = (10_000, 100_000, 1_000_000)
 SEGMENTS = (1, 100, 4000)
-"""In use, when the CPU of the scheduler's thread is measured."""
+"""Numbers of segments for the CPU time of the scheduler's thread."""
 RECORDS_IN_SEGMENT = 16
 NUM_TIMED = 1024
 DRAIN_TIMEOUT_S = 60.0
 
 
 def fingerprint() -> Fingerprint:
-    """Of no model in particular."""
+    """A fingerprint without a real model."""
     layer = LayerFingerprint(name="layer", page_bytes=4096, facts={"dtype": "bfloat16"})
     return Fingerprint(
         facts={"model": "none", "cache_config.cache_dtype": "bfloat16"},
@@ -36,19 +36,19 @@ def fingerprint() -> Fingerprint:
 
 
 class Subject:
-    """Both halves of a disk tier."""
+    """Index and medium of a disk tier."""
 
     def __init__(self, index: DiskIndex, medium: DiskMedium) -> None:
         self.index, self.medium = index, medium
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> float:
-        """Seconds until every chunk is committed."""
+        """Stores the chunks. Returns the seconds until all are committed."""
         started_s = time.perf_counter()
         done = 0
         for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
             slot = self.index.reserve(key, len(chunk))
             while not isinstance(slot, Slot):
-                # The next segment is being made.
+                # The next segment is not created yet.
                 time.sleep(POLL_INTERVAL_S)
                 done += self._end(keys, self.index.commit)
                 slot = self.index.reserve(key, len(chunk))
@@ -58,7 +58,7 @@ class Subject:
         return time.perf_counter() - started_s
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> float:
-        """Seconds until every chunk is in memory and was verified."""
+        """Loads the chunks. Returns the seconds until all are in memory and verified."""
         started_s = time.perf_counter()
         for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
             slot = self.index.pin(key)
@@ -104,7 +104,7 @@ def opened(directory: Path, capacity_bytes: int, max_in_flight: int) -> Iterator
 
 
 def reopening(root: Path) -> dict[str, dict[str, float]]:
-    """Seconds to open a store again by its number of records, from its snapshot and without it."""
+    """Seconds to open a store again by number of records, with its snapshot and without it."""
     found = {}
     for count in RECORDS:
         options = DiskOptions(
@@ -142,15 +142,15 @@ def reopen_s(path: Path, options: DiskOptions, count: int) -> float:
     index = DiskIndex(str(path), fingerprint(), options)
     seconds = time.perf_counter() - started_s
     if index.num_keys != count:
-        raise RuntimeError(f"{index.num_keys} of {count} records came back")
+        raise RuntimeError(f"{index.num_keys} of {count} records were restored")
     index.close()
     return seconds
 
 
 def scheduler_cpu(root: Path) -> dict[str, float]:
-    """Microseconds of CPU that the calling thread spends on a record's `reserve` and `commit`, by segments in use.
+    """CPU microseconds of the calling thread for `reserve` and `commit` of a record, by number of segments.
 
-    Not what the janitor's thread does, nor the medium: no byte is written. There is room, so nothing is evicted.
+    Without the janitor's thread and the medium: no byte is written. No record is evicted, because all fit.
     """
     page = 4096
     segment_bytes = 2 * page + RECORDS_IN_SEGMENT * 2 * page
@@ -177,7 +177,7 @@ def scheduler_cpu(root: Path) -> dict[str, float]:
 
 
 def reserve_and_commit_s(index: DiskIndex, number: int) -> float:
-    """CPU seconds. Where the next segment is not made yet it is waited for, and that is not counted."""
+    """CPU seconds, without the wait for the next segment."""
     key = number.to_bytes(32, "little")
     while True:
         started_s = time.thread_time()
@@ -186,5 +186,5 @@ def reserve_and_commit_s(index: DiskIndex, number: int) -> float:
             index.commit(key)
             return time.thread_time() - started_s
         if slot is Refusal.PRESENT:
-            raise RuntimeError(f"record {number} is there already")
+            raise RuntimeError(f"record {number} is already present")
         index.drain(DRAIN_TIMEOUT_S)

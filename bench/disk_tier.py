@@ -1,12 +1,13 @@
-"""Stores and loads of the disk tier beside fio, beside one file a chunk as vLLM's fs tier does it, and beside SQLite.
+"""Stores and loads of the disk tier, compared with fio, with one file for each chunk as in vLLM's fs tier, and with
+SQLite.
 
-What is measured: GB/s of payload, wall clock, from memory to the file system and back, in one run on one directory, the
-subjects taking turns in every round. The tier and vLLM's files pass the page cache by where the file system can, and so
-does fio; SQLite cannot. Nobody calls fsync. The tier verifies a checksum of every byte it loads and computes one of
-every byte it stores; nobody else does. fio moves the same sizes with the same number of calls in flight.
+Measures GB/s of payload in wall time, from memory to the file system and back, in one run on one directory. The
+subjects alternate in every round. The tier, vLLM's files and fio bypass the page cache if the file system allows it;
+SQLite cannot. No subject calls fsync. Only the tier computes a checksum of every stored byte and verifies that of every
+loaded byte. fio moves the same sizes with the same number of calls in flight.
 
-What is not: durability, other file systems, other loads on the disk. The disk of a virtual machine is cached by its
-host, so figures hold as ratios within a run.
+Not measured: durability, other file systems, other load on the disk. The host of a virtual machine caches its disk, so
+only ratios within one run are valid.
 
     tools/bazel run //bench:disk_tier -- --directory /path/on/the/disk --json out.json
     tools/bazel run //bench:disk_tier -- --reopen --directory /path/on/the/disk
@@ -41,9 +42,9 @@ from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 from hybridkv.native import has_uring
 
 DEPTH = 4
-"""Calls on their way at one time: the tier's, fio's iodepth, the file peer's threads."""
+"""Calls in flight: of the tier, the iodepth of fio, the threads of vLLM's files."""
 CAPACITY_BYTES = 64 << 30
-"""Of the tier, which never takes up so much: segments have the size that they have in a store of an ordinary size."""
+"""Capacity of the tier, more than it uses: segments then have the size that they have in a usual store."""
 SIZES = (64 << 10, 320 << 10, 2 << 20)
 OPERATIONS = ("store", "load in order", "load at random")
 Timed = Callable[[Path, int, int], dict[str, float]]
@@ -58,7 +59,7 @@ def keys(count: int) -> list[bytes]:
 
 
 def filled(num_bytes: int) -> mmap.mmap:
-    """Memory that begins on a page and holds no two equal pages."""
+    """Page-aligned memory of random bytes, repeated every MiB."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     piece = random.Random(0).randbytes(1 << 20)
@@ -85,7 +86,7 @@ def orders(count: int) -> dict[str, list[int]]:
 
 
 def files(directory: Path, size: int, count: int) -> dict[str, float]:
-    """vLLM's own functions, a batch for each of `DEPTH` threads."""
+    """Seconds of vLLM's own functions, with a batch for each of `DEPTH` threads."""
     memory = memoryview(filled(size * count))
     direct = probe_o_direct(str(directory))
     paths = [str(directory / f"{key.hex()[:3]}" / f"{key.hex()}.bin") for key in keys(count)]
@@ -129,7 +130,7 @@ def sqlite(directory: Path, size: int, count: int) -> dict[str, float]:
 
 
 def fio(directory: Path, size: int, count: int) -> dict[str, float]:
-    """Seconds that fio took for the same bytes. The file is there before it is read."""
+    """Seconds of fio for the same bytes. Each file is complete before fio reads it."""
     modes = {"store": "write", "load in order": "read", "load at random": "randread"}
     return {name: fio_seconds(directory, size, count, mode) for name, mode in modes.items()}
 
@@ -138,7 +139,7 @@ def fio_seconds(directory: Path, size: int, count: int, mode: str) -> float:
     command = ["fio", "--name=chunks", f"--directory={directory}", f"--rw={mode}", f"--bs={size}"]
     command += [f"--size={size * count}", "--direct=1", "--ioengine=io_uring", f"--iodepth={DEPTH}"]
     command += ["--fallocate=native", "--randrepeat=1", "--output-format=json"]
-    # The memory that the tier's chunks are in, as the RAM tier's are: in huge pages.
+    # Huge pages, as for the chunks of the tier here and of the RAM tier.
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
@@ -155,7 +156,7 @@ def measure(root: Path, size: int, total_bytes: int, rounds: int) -> dict[str, d
     found: dict[str, dict[str, list[float]]] = {name: {} for name in subjects}
     for number in range(rounds):
         names = list(subjects)
-        # Everybody is first, second, third and last: a disk that was idle is faster for a while.
+        # The order rotates: a disk that was idle is faster for a while.
         for name in names[number % len(names) :] + names[: number % len(names)]:
             run = subjects[name]
             with tempfile.TemporaryDirectory(dir=root) as scratch:
@@ -182,16 +183,16 @@ def about(rounds: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's for temporaries")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: for temporary files")
     parser.add_argument("--sizes-kib", type=int, nargs="+", default=[size >> 10 for size in SIZES])
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
-    parser.add_argument("--pauses", action="store_true", help="measure what the index costs its caller instead")
+    parser.add_argument("--pauses", action="store_true", help="measure the cost of the index to its caller instead")
     parser.add_argument("--scheduler", action="store_true", help="measure the scheduler's thread by segments instead")
-    parser.add_argument("--burst", action="store_true", help="measure what can be resumed after a burst instead")
+    parser.add_argument("--burst", action="store_true", help="measure the share of a burst that can be resumed instead")
     parser.add_argument("--capacities-mib", type=int, nargs="+", help="of --burst")
-    parser.add_argument("--largest-offer-mib", type=int, default=4096, help="of --burst; host memory holds it")
+    parser.add_argument("--largest-offer-mib", type=int, default=4096, help="of --burst; must fit in host memory")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:

@@ -1,34 +1,34 @@
-"""Time to the first token of whole engines: without a connector, with one that finds nothing, that stores, that loads.
+"""Time to the first token of whole engines: without a connector, and with one that finds nothing, stores, or loads.
 
     tools/bazel run //bench:engine_ttft -- [--models NAME...] [--tokens N] [--rounds N] [--json FILE]
 
-What is measured, in an engine's process, with prompts that share nothing and one output token each, is seconds from a
-request to its first token:
-- `plain`: the connector is taken out of the engine. `again` is the same once more: what it differs by is the noise.
-- `never`: with the connector, of a request whose hint says that nothing is stored; nothing is ever found.
-- `storing`: a prompt that nobody has seen, with the connector.
+Measures seconds from a request to its first token in an engine's process. Prompts share nothing and have one output
+token each:
+- `plain`: the connector is removed from the engine. `again` is the same once more: its difference is the noise.
+- `never`: with the connector, for a request with the hint `store: false`; no chunk is ever found.
+- `storing`: a new prompt, with the connector.
 - `own`: the prompt of `plain` again, without the connector: a hit in the engine's own prefix cache.
-- `ram`, `disk`: the prompt of `storing` again, when the engine has dropped its own prefix cache: from host memory, and
-  from disk when host memory was emptied too.
-All of these are asked of one process, in turns whose order changes from round to round, so a ratio is free of what two
-processes differ by. Two such processes take turns: `ram` has a tier of host memory alone, `ram+disk` one of disk below
-it. What taking the connector out leaves behind (what it does at the engine's start, the engine's configuration) shows
-in `alone`, a third process that never had one.
+- `ram`, `disk`: the prompt of `storing` again, after the engine has dropped its own prefix cache: from host memory, and
+  from disk after host memory was emptied too.
+One process gets all of these requests, in an order that changes from round to round, so differences between processes
+do not affect a ratio. Two such processes alternate: `ram` has only a tier in host memory, `ram+disk` also a disk tier.
+`alone` is a third process that never had a connector. It shows effects that remain after the removal of the connector:
+its work at the engine's start, and the engine's configuration.
 
-A hit's limit is what the engine's own hit takes, and one step of the engine (that computes one token), and 1.2 times a
-copy of the bytes that were loaded; from disk also 1.2 times a read of these from the same disk, past the page cache, by
-as many threads as the tier has calls on their way. Copy and read are measured in each round. A ratio is the median over
-rounds, in brackets its quartiles; `all` divides the sums over all rounds. Beside seconds there is processor time of the
-engine's thread, and what of it was spent in the connector: that hardly knows what else runs on a machine, and nothing
-of waits, of other threads, nor of what the engine itself does for a connector.
+The limit of a hit is the time of the engine's own hit, plus one step of the engine (which computes one token), plus 1.2
+times a copy of the loaded bytes; for a hit on disk also plus 1.2 times a read of these bytes from the same disk,
+without the page cache, by as many threads as the tier has calls in flight. Copy and read are measured in each round. A
+ratio is the median over rounds, with its quartiles in brackets; `all` divides the sums over all rounds. The results
+also have processor time of the engine's thread, and its part in the connector. Other load of the machine hardly changes
+these, but they contain neither waits, nor other threads, nor the engine's own work for a connector.
 
-Models are random and small: `gemma3` five windows and one full attention, `qwen3-next` six recurrent layers and two of
-full attention, `gpt-oss` four windows and four full ones. Host memory has room for a few prompts, and is filled before
-the first round, which is not counted either: so stores write to memory that the operating system has given before, and
-evict, except where there is a disk, since host memory is emptied there in each round. With `--fresh` there is room for
-everything and nothing is filled: each store is the first to touch its memory.
+Models are random and small: `gemma3` has five windows and one full attention, `qwen3-next` six recurrent layers and two
+of full attention, `gpt-oss` four windows and four layers of full attention. Host memory has room for a few prompts and
+is filled before the first round, which is not counted. So stores write to memory that the operating system has already
+provided, and evict; except with a disk, where host memory is emptied in each round. With `--fresh`, host memory has
+room for all prompts and is not filled: each store is the first to touch its memory.
 
-Not measured: a GPU, more than one request at a time, answers, prompts that share a part.
+Not measured: a GPU, several requests at a time, answers, prompts that share a part.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ ALONE, RAM, DISK = "alone", "ram", "ram+disk"
 COLD = ("plain", "again", "never", "storing")
 NO_STORE = {"store": False}
 GOALS = {"never": 1.01, "storing": 1.03}
-"""Over `plain`."""
+"""Limits for ratios over `plain`."""
 SPARE = 1.2
-"""Of what a copy or a read of the bytes alone takes."""
+"""Factor for the time of a copy or a read of the bytes in the limit of a hit."""
 NUM_STEPS = 8
 READ_BYTES = 1 << 20
 READ_THREADS = 8
-"""As many as the tier has calls on their way."""
+"""As many as the tier has calls in flight."""
 NUM_READS = 3
 ROOM, FRESH_ROOM = "128MiB", "8GiB"
-"""Of host memory."""
+"""Capacities of host memory."""
 MAX_FILLING = 64
-"""Prompts."""
+"""Limit for the prompts that fill host memory."""
 DISK_CAPACITY = "8GiB"
 ARGUMENTS = {"max_num_batched_tokens": 2048, "disable_log_stats": False}
 
 
 class Model(NamedTuple):
-    """A tiny model, and what is changed of it and its engine."""
+    """A tiny model, and arguments of its engine."""
 
     kind: str
     arguments: dict[str, Any]
@@ -88,8 +88,8 @@ MODELS = {
 }
 
 
-class Asked(NamedTuple):
-    """By whoever runs this."""
+class Chosen(NamedTuple):
+    """Arguments of the program."""
 
     tokens: int
     rounds: int
@@ -101,9 +101,9 @@ class Subject:
     """An engine with a connector.
 
     Args:
-        engine: that runs `ttft_engine.py`.
-        disk: a directory on the disk that the engine's connector has a tier on; None where it has none.
-        name: of its prompts.
+        engine: process of `ttft_engine.py`.
+        disk: directory on the disk of the connector's disk tier; None without such a tier.
+        name: seed of its prompts.
     """
 
     def __init__(self, engine: ToldProcess, disk: Path | None, name: str) -> None:
@@ -113,13 +113,13 @@ class Subject:
         self._hit_bytes = 1
 
     def fill(self, num_tokens: int) -> None:
-        """Store prompts until one has to make room for itself."""
+        """Stores prompts until one evicts another."""
         for number in range(MAX_FILLING):
             if self._timed(prompt_of(num_tokens, (f"{self._name} fill {number}", num_tokens)))["evicted_bytes"]:
                 return
 
     def turn(self, number: int, num_tokens: int) -> dict[str, dict[str, Any]]:
-        """One round: what each side took."""
+        """One round: the measurements of each side."""
         first = number % len(COLD)
         order = (COLD[first:] + COLD[:first])[:: 1 if number % 2 else -1]
         found: dict[str, dict[str, Any]] = {}
@@ -136,7 +136,7 @@ class Subject:
                 found["ram"] = self._timed(prompt)
                 self._hit_bytes = found["ram"]["load_bytes"] or 1
                 if self._disk is not None:
-                    self._engine.ask("forget_near")
+                    self._engine.ask("forget_primary")
                     found["disk"] = self._timed(prompt)
         found["copy"] = {"seconds": self._engine.ask("copy_seconds", num_bytes=self._hit_bytes, times=5)}
         if self._disk is not None:
@@ -149,7 +149,7 @@ class Subject:
 
 
 def read_seconds(directory: Path, num_bytes: int) -> float:
-    """The median of reads of so many bytes of a file, past the page cache."""
+    """Median seconds of reads of `num_bytes` of a file, without the page cache."""
     num_pieces = -(-num_bytes // READ_BYTES)
     path = directory / "read"
     with path.open("wb") as file:
@@ -180,7 +180,7 @@ Rounds = Sequence[Mapping[str, Mapping[str, Any]]]
 
 
 def row(rounds: Rounds) -> dict[str, Any]:
-    """What was found of one engine: milliseconds, and ratios within rounds."""
+    """Results of one engine: milliseconds, and ratios within rounds."""
     names = list(rounds[0])
     result: dict[str, Any] = {
         "ms": {name: _median_ms(each[name]["seconds"] for each in rounds) for name in names},
@@ -217,7 +217,7 @@ _WARM = {"ram", "disk"}
 
 
 def limit(found: Mapping[str, Mapping[str, Any]], name: str) -> float:
-    """Seconds that a hit from this tier may take."""
+    """Limit in seconds for a hit from this tier."""
     seconds = {each: found[each]["seconds"] for each in ("own", "step", "copy", "read") if each in found}
     from_disk = SPARE * seconds["read"] if name == "disk" else 0.0
     return seconds["own"] + seconds["step"] + SPARE * seconds["copy"] + from_disk
@@ -232,9 +232,9 @@ def _over(rounds: Rounds, what: str, name: str, other: str) -> dict[str, Any]:
     return {"spread": spread([each[name][what] / each[other][what] for each in rounds]), "all": round(total, 4)}
 
 
-def measure(model: Model, asked: Asked) -> dict[str, Any]:
+def measure(model: Model, chosen: Chosen) -> dict[str, Any]:
     """All rounds of one model."""
-    num_tokens, num_rounds = asked.tokens, asked.rounds
+    num_tokens, num_rounds = chosen.tokens, chosen.rounds
     with ExitStack() as kept:
         started = Started(kept, model.kind, "ttft_engine.py")
         arguments = ARGUMENTS | model.arguments
@@ -243,14 +243,14 @@ def measure(model: Model, asked: Asked) -> dict[str, Any]:
         disk = {"type": "disk", "path": str(path), "capacity": DISK_CAPACITY}
         subjects = {}
         for name, slower in ((RAM, []), (DISK, [disk])):
-            transfer = ours("auto", FRESH_ROOM if asked.fresh else ROOM)
+            transfer = ours("auto", FRESH_ROOM if chosen.fresh else ROOM)
             transfer["kv_connector_extra_config"]["tiers"] += slower
             engine = started.engine(name, transfer, arguments)
-            engine.ask("set_threads", num_threads=asked.threads)
+            engine.ask("set_threads", num_threads=chosen.threads)
             subjects[name] = Subject(engine, started.directory if slower else None, name)
-            if not asked.fresh:
+            if not chosen.fresh:
                 subjects[name].fill(num_tokens)
-        alone.ask("set_threads", num_threads=asked.threads)
+        alone.ask("set_threads", num_threads=chosen.threads)
         rounds: dict[str, list[dict[str, dict[str, Any]]]] = {name: [] for name in subjects}
         alone_s = []
         for number in range(1 + num_rounds):
@@ -297,18 +297,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", type=int, default=7937)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1, help="with which an engine computes")
-    parser.add_argument("--fresh", action="store_true", help="let each store touch memory for the first time")
+    parser.add_argument("--threads", type=int, default=1, help="threads with which an engine computes")
+    parser.add_argument("--fresh", action="store_true", help="let each store be the first to touch its memory")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
-    asked = Asked(options.tokens, options.rounds, options.threads, options.fresh)
+    chosen = Chosen(options.tokens, options.rounds, options.threads, options.fresh)
     models = {}
     for name in options.models:
-        models[name] = measure(MODELS[name], asked)
+        models[name] = measure(MODELS[name], chosen)
         show(name, options.tokens, models[name])
     if options.json:
-        about = machine(load_before) | asked._asdict()
+        about = machine(load_before) | chosen._asdict()
         options.json.write_text(json.dumps({"about": about, "models": models}, indent=1) + "\n")
 
 

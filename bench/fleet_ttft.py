@@ -70,7 +70,7 @@ def turn(engines: Mapping[str, ToldProcess], name: str, num_tokens: int) -> dict
     found["peer"] = engines["peer"].ask("timed", prompt=prompt)
     disk = engines["disk"]
     disk.ask("timed", prompt=prompt)
-    disk.ask("forget_near")
+    disk.ask("forget_primary")
     found["disk"] = disk.ask("timed", prompt=prompt)
     return found
 

@@ -1,22 +1,22 @@
-"""KV pages between a GPU and pinned host memory, beside what else moves them and beside the link's limit.
+"""Copies of KV pages between a GPU and pinned host memory, compared with other methods and with the link's limit.
 
     tools/bazel build //csrc/cuda:wheel && pip install bazel-bin/csrc/cuda/wheel/*.whl
     PYTHONPATH=libs/transfer/src python bench/gpu_copy.py [--mebibytes N] [--rounds N] [--json FILE]
 
-What is measured, in bytes of pages per second of wall time from the call to the last byte, the best of N rounds in
-which all variants take turns: scattered pages of one size from GPU memory to one stretch of pinned memory (store),
-and back (load). Every variant's bytes are compared once before it is timed.
+Measures bytes of pages per second of wall time, from the call to the last byte: scattered pages of one size from GPU
+memory to one contiguous range of pinned memory (store), and back (load). A result is the best of N rounds, in which all
+variants alternate. The bytes of every variant are compared once before it is timed.
 
-- engine: `InlineCudaCopyEngine` as it decides by itself;
-- staged, direct, batched: the same engine held to one of its ways;
-- per block: a copy for each page on one stream, as vLLM's swap_blocks makes them;
+- engine: `InlineCudaCopyEngine`, which chooses its way;
+- staged, direct, batched: the same engine, limited to one of its ways;
+- per block: a copy for each page on one stream, as in vLLM's swap_blocks;
 - index: torch's index_select or index_copy_ through a buffer on the GPU, and one copy;
-- link: one copy of all bytes by torch, in one piece: what no other can beat.
+- link: one copy of all bytes by torch, in one piece: the upper limit.
 
-Beside them the GPU's own copy speed. The crossover is the smallest page from
-which the copy engines alone are at least as fast as the kernels: what `CopyTuning.large_run_bytes` should be.
+The results also have the GPU's own copy speed. The crossover is the smallest page from which the copy engines without
+the kernel are at least as fast as the kernel. It is the right value of `CopyTuning.large_run_bytes`.
 
-Not measured: how much compute slows down meanwhile. Without a GPU it says so and ends.
+Not measured: the slowdown of compute during copies. Without a GPU the program reports this and ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ POISON = 0xA5
 
 
 class Pages:
-    """Scattered pages of GPU memory and a stretch of pinned memory for them."""
+    """Scattered pages of GPU memory, and a range of pinned memory for them."""
 
     def __init__(self, torch: Any, page_bytes: int, total_bytes: int) -> None:
         self.torch = torch
@@ -134,7 +134,7 @@ def link(pages: Pages, is_store: bool) -> Callable[[], None]:
 
 
 def best_rates(copies: dict[str, Callable[[], None]], num_bytes: int, rounds: int) -> dict[str, float]:
-    """GB/s of each, taking turns."""
+    """GB/s of each copy. The copies alternate."""
     seconds = dict.fromkeys(copies, float("inf"))
     for _ in range(rounds):
         for name, copy in copies.items():
@@ -158,7 +158,7 @@ def measure(torch: Any, page_bytes: int, is_store: bool, total_bytes: int, round
 
 
 def device_copy_rate(torch: Any, total_bytes: int, rounds: int) -> float:
-    """GB/s that the GPU copies within its own memory, each byte counted once."""
+    """GB/s of copies within GPU memory. Each byte counts once."""
     source, destination = (torch.empty(total_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
 
     def copy() -> None:
@@ -169,7 +169,7 @@ def device_copy_rate(torch: Any, total_bytes: int, rounds: int) -> float:
 
 
 def crossover(rows: list[dict[str, Any]], direction: str) -> int | None:
-    """The smallest page from which, upwards, batched copies are at least as fast as both ways of the kernel."""
+    """The smallest page size from which on batched copies are at least as fast as both ways of the kernel."""
     found = None
     for row in reversed([row for row in rows if row["direction"] == direction]):
         rates = row["gigabytes_per_s"]

@@ -1,19 +1,21 @@
-"""Copies of KV pages on a GPU beside their goals, for both ways of copying: `copies: "native"` and `copies: "engine"`.
+"""Copies of KV pages on a GPU, compared with their goals, for `copies: "native"` and `copies: "engine"`.
 
     PYTHONPATH=... python bench/gpu_goals.py [--mebibytes N] [--rounds N] [--json FILE]
 
-The bundle for GPU machines runs this file with the right path: docs/guides/gpu.md. Each measurement is a line of JSON
-when it is done, and one that fails does not end the others. "direct" is `swap_blocks_batch` called on a stream by
-itself: vLLM's where vLLM for CUDA is installed, else a stand-in, which the first line names. "link" is one copy of all
-bytes in one piece. Wall time runs from the call to the last byte; rates are the best of N rounds, in turns.
+The bundle for GPU machines runs this file with the right path: docs/guides/gpu.md. Each measurement prints a line of
+JSON; after a failure the program continues with the next one. "direct" is only `swap_blocks_batch` on a stream: that of
+vLLM if vLLM for CUDA is installed, otherwise a substitute, which the first line names. "link" is one copy of all bytes
+in one piece. Wall time is from the call to the last byte; rates are the best of N rounds, in which the variants
+alternate.
 
-- G1: scattered fragments of 512 bytes to 2 MiB to one stretch of pinned memory (store) and back (load), a job of the
-  engine's thread each; and both directions at once beside the sum of each alone. Bytes are compared before the timing.
-- G2: matrix products beside copies without end, beside the same products alone.
+- G1: scattered fragments of 512 bytes to 2 MiB to one contiguous range of pinned memory (store) and back (load), one
+  job of the engine's thread each; and both directions concurrently, over the sum of each direction alone. Bytes are
+  compared before they are timed.
+- G2: matrix products during continuous copies, over the same products alone.
 - G3: the host's processor time of a job, over all threads, by the number of its fragments.
-- G4: jobs that wait in a queue, with the checksum of every chunk as the connector takes it, beside jobs without.
+- G4: queued jobs with the checksum of every chunk, as in the connector, over jobs without checksums.
 
-Not measured: lowering of a job to runs, and an engine of vLLM. Without a GPU it says so and ends.
+Not measured: lowering of a job to runs, and an engine of vLLM. Without a GPU the program reports this and ends.
 """
 
 from __future__ import annotations
@@ -42,19 +44,19 @@ MIB = 1 << 20
 FRAGMENT_BYTES = tuple(512 << power for power in range(13))
 """512 bytes to 2 MiB."""
 MOST_FRAGMENTS = 128 * 1024
-"""Of one job: small fragments are fewer bytes."""
+"""Limit for the fragments of a job, so jobs of small fragments have fewer bytes."""
 FROM_BYTES = 4096
 """The smallest fragment of the goals of G1."""
 CHECKED_FRAGMENT_BYTES, CHECKED_JOBS = 64 * 1024, 16
 CHUNK_BYTES = 1 << 20
-"""Bytes under one checksum."""
+"""Bytes of one checksum."""
 TIMEOUT_S = 60.0
 POISON = 0xA5
 
 
 @dataclass
 class Report:
-    """Lines of JSON, and how far the goals are met."""
+    """Prints lines of JSON, and compares values with goals."""
 
     path: Path | None
     num_failed: int = 0
@@ -86,7 +88,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of copying: its engines and the pinned memory that they reach."""
+    """One way of copying: its engines and its pinned memory."""
 
     name: str
     stores: CopyEngine
@@ -99,7 +101,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Fragments:
-    """Scattered fragments of one size in the cache, and where they go in pinned memory, one behind the other."""
+    """Scattered fragments of one size in the cache, and their places in pinned memory, one after the other."""
 
     size: int
     order: np.ndarray  # type: ignore[type-arg]
@@ -128,7 +130,7 @@ def fragments(size: int, most_bytes: int, count: int = MOST_FRAGMENTS) -> Fragme
 
 
 class Rig:
-    """KV memory on the GPU, and both ways beside it."""
+    """KV memory on the GPU, and both ways of copying."""
 
     def __init__(self, torch: Any, total_bytes: int, rounds: int, report: Report) -> None:
         from engine_copies import find_engine_copies
@@ -156,7 +158,7 @@ class Rig:
         return of.runs(self.cache.data_ptr(), int(way.arena.ctypes.data), is_store)
 
     def copy(self, way: Way, runs: CopyRuns, is_store: bool) -> None:
-        """A job, until its result."""
+        """Submits a job and waits for its result."""
         engine, job_id = way.engine(is_store), JobId(next(self.ids))
         if not engine.submit(job_id, runs) or not engine.wait([job_id], TIMEOUT_S):
             raise RuntimeError(f"{way.name}: the job did not end")
@@ -165,7 +167,7 @@ class Rig:
             raise RuntimeError(f"{way.name}: {result.failure}")
 
     def direct(self, runs: CopyRuns, is_store: bool) -> Callable[[], None]:
-        """The batched copies by themselves, in batches of the same size as the engine's."""
+        """The batched copies without an engine, in batches of the engine's size."""
         torch = self.torch
         columns = [torch.from_numpy(np.array(column)) for column in (runs.sources, runs.destinations, runs.num_bytes)]
         batches = list(zip(*(column.split(MAX_BATCH_COPIES) for column in columns), strict=True))
@@ -192,7 +194,7 @@ class Rig:
         return copy
 
     def require_right(self, way: Way, of: Fragments, is_store: bool) -> None:
-        """Copies once, and compares every byte."""
+        """Copies once, and compares all bytes."""
         torch = self.torch
         pages = self.cache[: 2 * of.total_bytes].view(2 * of.count, of.size)
         index = torch.from_numpy(of.order).cuda()
@@ -213,7 +215,7 @@ class Rig:
             raise RuntimeError(f"{way.name} copied wrong bytes: a {direction(is_store)} of fragments of {of.size}")
 
     def rates(self, copies: dict[str, Callable[[], None]], num_bytes: dict[str, int]) -> dict[str, float]:
-        """Bytes per second of each, taking turns."""
+        """Bytes per second of each copy. The copies alternate."""
         best = dict.fromkeys(copies, float("inf"))
         for _ in range(self.rounds):
             for name, copy in copies.items():
@@ -233,7 +235,7 @@ def direction(is_store: bool) -> str:
 
 
 def g1_fragments(rig: Rig) -> None:
-    """Each size and direction."""
+    """G1 for each size and direction."""
     for is_store in (True, False):
         least = {"native": float("inf"), "engine": float("inf")}
         for size in FRAGMENT_BYTES:
@@ -261,7 +263,7 @@ def _job(rig: Rig, way: Way, of: Fragments, is_store: bool) -> Callable[[], None
 
 
 def g1_duplex(rig: Rig) -> None:
-    """Both directions at once. They share no byte: loads are of the other half of the memory."""
+    """G1 with both directions concurrently. They share no byte: loads use the other half of the memory."""
     torch, half = rig.torch, rig.total_bytes // 2
     host, streams = torch.from_numpy(rig.ways[0].arena), [torch.cuda.Stream() for _ in range(2)]
 
@@ -316,7 +318,7 @@ def _gpu_s(torch: Any, launch: Callable[[], Any], rounds: int = 8) -> float:
 
 
 def g2_interference(rig: Rig) -> None:
-    """Matrix products of a prefill, while the same job is copied again and again."""
+    """G2: matrix products of a prefill, during repeated copies of one job."""
     torch = rig.torch
     a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 
@@ -339,7 +341,7 @@ def g2_interference(rig: Rig) -> None:
 
 
 class _Copying:
-    """Copies again and again on a thread. Gives the rate, to be asked at the end."""
+    """Repeats a copy on a thread. Yields a function that returns the rate after the end."""
 
     def __init__(self, rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> None:
         self._rig, self._job = rig, (way, runs, is_store)
@@ -371,7 +373,7 @@ class _Copying:
 
 
 def g3_host(rig: Rig) -> None:
-    """Processor time of all threads, and the wall time of `submit` on the caller's."""
+    """G3: processor time of all threads, and wall time of `submit` on the caller's thread."""
     most: dict[str, float] = {}
     for is_store, count in itertools.product((True, False), (1024, 4096, 16 * 1024, 64 * 1024)):
         of = fragments(FROM_BYTES, rig.total_bytes, count)
@@ -412,7 +414,7 @@ def _submit_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
 
 @dataclass(frozen=True)
 class QueuedCopies:
-    """Jobs of one direction that are submitted together, and the chunks of pinned memory of each."""
+    """Jobs of one direction that are submitted together, and the chunks of each job in pinned memory."""
 
     way: Way
     is_store: bool
@@ -420,14 +422,14 @@ class QueuedCopies:
     chunks: list[list[tuple[bytes, Slot]]]
 
     def take_s(self, ids: Iterator[int], arena: RamArena | None) -> float:
-        """Seconds from the first `submit` to the last result. With an arena, chunks are sealed or checked."""
+        """Seconds from the first `submit` to the last result. With an arena, seals or checks the chunks."""
         engine, job_ids = self.way.engine(self.is_store), [JobId(next(ids)) for _ in self.runs]
         began_s = time.perf_counter()
         for job_id, runs, chunks in zip(job_ids, self.runs, self.chunks, strict=True):
             take = None if arena is None else partial(_first_failure, self.is_store, arena, chunks)
             before, after = (None, take) if self.is_store else (take, None)
             if not engine.submit(job_id, runs, before, after):
-                raise RuntimeError(f"{self.way.name}: a job was not taken")
+                raise RuntimeError(f"{self.way.name}: a job was refused")
         if not engine.wait(job_ids, TIMEOUT_S):
             raise RuntimeError(f"{self.way.name}: the jobs did not end")
         seconds = time.perf_counter() - began_s
@@ -453,7 +455,7 @@ def queued_copies(way: Way, is_store: bool, runs: CopyRuns) -> QueuedCopies:
 
 
 def g4_checksums(rig: Rig) -> None:
-    """Each way and direction; stores come first, because they seal what loads check."""
+    """G4 for each way and direction. Stores come first, because they seal the chunks that loads check."""
     of = fragments(CHECKED_FRAGMENT_BYTES, rig.total_bytes)
     for way in rig.ways:
         arena = RamArena(way.arena.nbytes, CHUNK_BYTES, way.arena, rig.digest_threads)

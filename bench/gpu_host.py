@@ -2,10 +2,10 @@
 
     PYTHONPATH=... python bench/gpu_host.py [--rounds N] [--json FILE]
 
-A job is 256 MiB: blocks at random places of a GPU's memory, layer after layer as the engine keeps them, and chunks of
-four blocks in host memory. Nothing is copied. Thread CPU time in microseconds, the best of N rounds:
+A job has 256 MiB: blocks at random places of a GPU's memory, stored layer by layer as in the engine, and chunks of four
+blocks in host memory. No byte is copied. Thread CPU time in microseconds, the best of N rounds:
 
-- submit: `submit` of both ways, on the engine's thread, with the device's events left out;
+- submit: `submit` of both ways, on the engine's thread, without the device's events;
 - lower: runs of a job, from a table of its copies (`hybridkv.native.Lowering`); check: their addresses;
 - batch: `copies: "engine"` hands the runs over in batches, without `swap_blocks_batch` itself;
 - plan: `copies: "native"` plans the job in C++ (csrc/cuda/job.cc), without CUDA's calls.
@@ -41,7 +41,7 @@ JOB_BYTES = 256 << 20
 LAYERS = 32
 BLOCKS_PER_CHUNK = 4
 ZEROS, ARENA, CACHE, STAGING = 1 << 40, 1 << 41, 1 << 42, 1 << 50
-"""Where each memory begins. None of it exists."""
+"""Start address of each memory. The memory does not exist."""
 ZERO_BYTES = 65536
 COPY_GOAL_US, SUBMIT_GOAL_US = 60.0, 10.0
 
@@ -57,7 +57,7 @@ class IdleEvent:
 
 
 class IdleDevice:
-    """`CopyDevice` that makes the tensors of each batch, as `EngineDevice` does, and copies nothing."""
+    """`CopyDevice` that creates the tensors of each batch, like `EngineDevice`, and copies nothing."""
 
     def enter_thread(self) -> None: ...
 
@@ -87,7 +87,7 @@ class IdleDevice:
 
 
 class SampleJob:
-    """A job of fragments of one size, and the memory that it is for."""
+    """A job with fragments of one size, and its memory."""
 
     def __init__(self, size: int) -> None:
         blocks = JOB_BYTES // (size * LAYERS)
@@ -146,7 +146,7 @@ def best_us(rounds: int, call: Callable[[], object]) -> float:
 
 
 def submit_us(rounds: int) -> float:
-    """Of `StreamCopyEngine`; `CudaCopyEngine` has the same `submit`."""
+    """Microseconds of `StreamCopyEngine.submit`. `CudaCopyEngine` has the same `submit`."""
     engine = StreamCopyEngine(IdleDevice())
     best = float("inf")
     for number in range(rounds):

@@ -1,17 +1,17 @@
-"""Block hashing beside vLLM's own, on one prompt of 128k tokens.
+"""Block hashing compared with vLLM's own, on one prompt of 128k tokens.
 
     PYTHONPATH=libs/hashing/src python bench/hashing.py [--tokens N] [--rounds N] [--json FILE]
 
-What is measured, in thread CPU time, the best of N rounds in which all variants take turns in one process:
+Measures thread CPU time, the best of N rounds in which all variants alternate in one process:
 
 - cold: the hashes of every full block of the prompt, from a list of token ids;
-- grow: one block more, when all others are there. `TokenHashes` is told that they are, as the connector tells it;
-  `RequestBlockHashList` looks for itself.
+- grow: one more block after all others. `TokenHashes` gets the number of hashed tokens, as from the connector;
+  `RequestBlockHashList` finds it itself.
 
 Variants: vLLM's `get_request_block_hasher` with sha256 (its default) and sha256_cbor; `RequestBlockHashList` with the
-same functions, whose hashes must be equal bit by bit; `TokenHashes`, our chain for engines without stable hashes; and
-`ChunkKeys.keys` over vLLM's hashes, which is all that the connector pays where they are stable: no token is hashed.
-A ratio is vLLM's sha256 time over the variant's, so larger is faster.
+same functions, which must give equal hashes; `TokenHashes`, our chain for engines without stable hashes; and
+`ChunkKeys.keys` over vLLM's hashes, the whole cost for the connector if these are stable: no token is hashed. A ratio
+is the time of vLLM's sha256 over that of the variant: larger is faster.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, RequestBl
 
 BLOCKS = (4, 16, 64, 128, 544)
 CHUNK_BLOCKS = 8
-"""Blocks in a chunk, for the keys that are derived from the engine's hashes."""
+"""Blocks in a chunk, for keys derived from the engine's hashes."""
 
 
 def fingerprint(block: int) -> Fingerprint:
@@ -45,7 +45,7 @@ def fingerprint(block: int) -> Fingerprint:
 
 
 def request(tokens: list[int], hashes: list[bytes]) -> Any:
-    """A request as vLLM's hasher reads it."""
+    """A request with the attributes that vLLM's hasher reads."""
     return SimpleNamespace(
         num_tokens=len(tokens),
         all_token_ids=tokens,
@@ -98,7 +98,7 @@ class Chain:
 
 
 class Keys:
-    """Chunk keys over hashes that the engine has made already."""
+    """Chunk keys from hashes of the engine."""
 
     def __init__(self, engine_hashes: dict[int, list[bytes]]) -> None:
         self._engine_hashes = engine_hashes
@@ -123,7 +123,7 @@ def spent(action: Callable[[list[int]], list[bytes]], tokens: list[int]) -> int:
 
 def measure(variants: dict[str, Any], block: int, tokens: list[int], rounds: int) -> dict[str, dict[str, float]]:
     whole = tokens[: len(tokens) // block * block]
-    # One block more is where a chunk ends, so that the keys variant has one to make.
+    # The next block ends a chunk, so that the keys variant has a key to derive.
     part = whole[: len(whole) // (block * CHUNK_BLOCKS) * block * CHUNK_BLOCKS - block]
     grown = tokens[: len(part) + block]
     best = {name: {"cold_us": float("inf"), "grow_us": float("inf")} for name in variants}

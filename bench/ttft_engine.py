@@ -1,4 +1,4 @@
-"""An engine whose connector can be taken out and put back: a process that `engine_ttft.py` tells what to do."""
+"""Process with an engine for `engine_ttft.py`, which can remove the connector and put it back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 COPY_THREAD = "hybridkv-copy"
 MOVED = ("load_bytes", "store_bytes", "move_bytes", "evicted_bytes")
-"""What is counted in bytes, under these names behind `vllm:hybridkv_`."""
+"""Counters of bytes, as the part of their names after `vllm:hybridkv_`."""
 
 
 class Meter:
-    """What the engine's thread computes in calls of an object that it makes by the names of an interface."""
+    """Processor time of the engine's thread in calls of a connector's public methods."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -49,10 +49,10 @@ class Meter:
 
 
 class TtftServing(CheckpointServing):
-    """What it can be told."""
+    """Commands of the process."""
 
     _halves: tuple[Any, Any] | None = None
-    """Of the connector, while it is out."""
+    """Halves of the connector while it is removed."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -62,9 +62,9 @@ class TtftServing(CheckpointServing):
             self._meter.watch(engine.worker_connector)
 
     def connect(self, is_on: bool) -> None:
-        """Take the connector out of the engine, or put it back. Nothing runs meanwhile.
+        """Removes the connector from the engine, or puts it back, while no request runs.
 
-        What is left of it then is what it does when the engine starts, and how the engine was configured.
+        Its work at the engine's start and the engine's configuration remain.
         """
         self.engine.drain()
         if is_on == (self._halves is None):
@@ -78,8 +78,8 @@ class TtftServing(CheckpointServing):
             scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def timed(self, prompt: list[int], hints: dict[str, Any] | None = None) -> dict[str, Any]:
-        """`first_token`, and the seconds of processor that it took of the engine's thread (of which in the connector),
-        and of the copy thread until all that it had to store is stored; and how many bytes were moved for it."""
+        """Result of `first_token`, processor seconds of the engine's thread, of its part in the connector, and of the
+        copy thread until all chunks are stored, and the number of moved bytes."""
         params = None if hints is None else {"hybridkv_hints": hints}
         moved = self._moved()
         own_s, connector_s, copy_s = time.thread_time(), self._meter.seconds, self._copy_s()
@@ -91,7 +91,7 @@ class TtftServing(CheckpointServing):
         return answer | {name: number - moved[name] for name, number in self._moved().items()}
 
     def step_seconds(self, prompt: list[int], num_steps: int) -> float:
-        """The median of steps that compute one token each, behind a prompt of which the engine holds the most."""
+        """Median seconds of steps that compute one token each, after a prompt that is mostly in the engine's cache."""
         engine, times_s = self.engine, []
         engine.add(prompt, max_tokens=num_steps + 1)
         finished: list[Any] = []
@@ -101,13 +101,13 @@ class TtftServing(CheckpointServing):
             times_s.append(time.perf_counter() - began_s)
         return statistics.median(times_s[-num_steps:])
 
-    def forget_near(self) -> None:
-        """Drop the engine's own prefix cache and what host memory holds; slower tiers keep what they have."""
+    def forget_primary(self) -> None:
+        """Drops the engine's own prefix cache and the chunks in host memory. Slower tiers keep their chunks."""
         self.engine.reset_prefix_cache()
         self.engine.connector._scheduler._stack.primary.clear()
 
     def copy_seconds(self, num_bytes: int, times: int) -> float:
-        """The median of copies of so many bytes in a row, in memory that was touched before."""
+        """Median seconds of contiguous copies of `num_bytes`, in memory that was touched before."""
         source, destination = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
         times_s = []
         for _ in range(times):
@@ -117,7 +117,7 @@ class TtftServing(CheckpointServing):
         return statistics.median(times_s)
 
     def set_threads(self, num_threads: int) -> None:
-        """With how many threads the engine computes. vLLM puts a function that does nothing in place of torch's."""
+        """Sets the number of threads with which the engine computes. vLLM replaces torch's function by an empty one."""
         torch._C.set_num_threads(num_threads)
 
     def _moved(self) -> dict[str, int]:
