@@ -1,4 +1,4 @@
-"""Lives of requests, step by step, with what each call of a connector's half costs the scheduler's thread."""
+"""Runs requests step by step, and measures each call of a connector's scheduler half."""
 
 import time
 from collections import defaultdict
@@ -17,14 +17,14 @@ NO_WORK = Work(0, 0)
 
 @dataclass
 class Bill:
-    """CPU time of the thread in microseconds: by part, and by step of the engine. What happened besides."""
+    """CPU time of the thread in microseconds, by part and by step of the engine, with hits, work and plans."""
 
     us: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps_us: list[float] = field(default_factory=list)
     hit_tokens: int = 0
     work: Work = NO_WORK
     plans: list[Any] = field(default_factory=list)
-    """What travelled to the workers, where it was kept."""
+    """Plans for the workers, if `keeps_plans`."""
     keeps_plans: bool = False
     _step_us: float = 0.0
 
@@ -50,20 +50,20 @@ class Bill:
 
 
 class Driver:
-    """Lets requests live beside one side.
+    """Runs requests over one side.
 
     Args:
-        side: which one.
-        bill: whom their calls are charged to.
+        side: the scheduler half under test.
+        bill: receives the times of its calls.
     """
 
     def __init__(self, side: Side, bill: Bill) -> None:
         self.side, self.engine, self.bill = side, side.engine, bill
         self._outcome = NOTHING
-        """Of the step before, which workers report when the next one is over."""
+        """Outcome of the previous step. Workers report it at the end of the next step."""
 
     def step(self, part: str, step: Step) -> None:
-        """One step of the engine. A store that is planned in it has ended when the next one is over."""
+        """Runs one step of the engine. A store that is planned in it ends with the next step."""
         side, bill = self.side, self.bill
         output = self.engine.run(step)
         plan = bill.time(part, side.plan, output)
@@ -78,13 +78,13 @@ class Driver:
         bill.end_step()
 
     def begin(self, request: LifeRequest) -> int:
-        """Its first lookup and its blocks. Tokens that are loaded; the load travels with the next step."""
+        """Looks the request up and allocates its blocks. Returns the loaded tokens; the next step has the load."""
         side, bill = self.side, self.bill
         bill.time("begin", side.begin, request)
         return self.look_up(request)
 
     def look_up(self, request: LifeRequest) -> int:
-        """As the engine does whenever a request has nothing: at its beginning, and after a preemption."""
+        """Looks up a request without blocks, as the engine does at its beginning and after a preemption."""
         side, bill = self.side, self.bill
         found = int(bill.time("lookup", side.lookup, request, 0))
         blocks = self.engine.admit(request, found)
@@ -95,13 +95,13 @@ class Driver:
         return found
 
     def load(self, request: LifeRequest, num_tokens: int) -> None:
-        """The steps while the request waits for what it loads."""
+        """Runs the steps in which the request waits for its load."""
         self.step("load plan", Step())
         self.step("load plan", Step())
         request.num_computed_tokens = num_tokens
 
     def compute(self, request: LifeRequest, *, resumes: bool = False) -> None:
-        """All of its prompt that is not loaded."""
+        """Computes the rest of the prompt."""
         engine, is_first, was_loaded = self.engine, True, request.num_computed_tokens > 0
         while request.num_computed_tokens < request.num_tokens:
             if is_first and was_loaded:
@@ -116,13 +116,13 @@ class Driver:
             is_first = False
 
     def decode(self, request: LifeRequest, num_tokens: int) -> None:
-        """So many tokens of an answer."""
+        """Computes `num_tokens` of an answer."""
         for _ in range(num_tokens):
             append_token(request, self.engine.hash_tokens)
             self.step("decode", Step({request: 1}))
 
     def finish(self, request: LifeRequest, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
-        """Its end, and the steps until nothing of it is left."""
+        """Finishes the request, and runs the steps until its stores have ended."""
         request.status = status
         self.bill.time("finish", self.side.finish, request, self.engine.get_block_ids(request.request_id))
         self.engine.free(request)
@@ -130,7 +130,7 @@ class Driver:
         self.step("finish", Step())
 
     def live(self, request: LifeRequest, answer_tokens: int) -> None:
-        """From its beginning to its end."""
+        """Runs a request from its beginning to its end."""
         if num_tokens := self.begin(request):
             self.load(request, num_tokens)
         self.compute(request)
@@ -138,7 +138,7 @@ class Driver:
         self.finish(request)
 
     def preempt(self, request: LifeRequest) -> None:
-        """It loses its blocks, and goes on from what it finds."""
+        """Preempts the request: frees its blocks, looks it up again, and computes the rest."""
         self.engine.free(request)
         request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
         self.step("preemption", Step(preempted=(request,)))
@@ -148,7 +148,7 @@ class Driver:
 
 
 def append_token(request: LifeRequest, hash_tokens: int) -> None:
-    """A token of its answer. Hashes of answers are made up: no two requests share one."""
+    """Adds a token of the answer. Its hashes are invented: no two requests share one."""
     request.num_tokens += 1
     if request.num_tokens % hash_tokens == 0:
         digest = f"{request.request_id} {request.num_tokens}".encode()

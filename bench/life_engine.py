@@ -1,7 +1,7 @@
-"""What an engine does around a connector's scheduler half: requests, block tables over vLLM's own pool, and steps.
+"""Engine around a connector's scheduler half: requests, block tables over vLLM's own pool, and steps.
 
-It computes nothing and schedules nothing: benchmarks say what runs in which step. Tables are as vLLM 0.32 keeps them:
-null where blocks have left a window, a recurrent state in a block of its own at the end of each chunk.
+It computes nothing and schedules nothing: benchmarks choose the requests of each step. Tables are those of vLLM 0.32:
+null for blocks that have left a window, and a recurrent state in a separate block at the end of each chunk.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,16 +18,16 @@ from vllm.v1.request import RequestStatus
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 STEP_TOKENS = 8192
-"""Tokens of a prompt that a step computes at most."""
+"""Limit for the prompt tokens of a step."""
 SPARE_BLOCKS = 4096
-"""For what is being stored, and for answers."""
+"""Blocks for stores in flight, and for answers."""
 ANSWER_TOKENS = 64
-"""At most, of a request among many."""
+"""Limit for the answer of a request among many."""
 
 
 @dataclass(eq=False)
 class LifeRequest:
-    """The attributes of vLLM's request that schedulers' halves read."""
+    """The attributes of vLLM's request that scheduler halves read."""
 
     request_id: str
     num_prompt_tokens: int
@@ -55,9 +55,9 @@ class Step:
     Args:
         scheduled: tokens of each request.
         begun: requests that are scheduled for the first time.
-        resumed: those that were preempted before, and go on.
-        preempted: those that are preempted in it.
-        finished: those that have ended since the step before.
+        resumed: requests that continue after a preemption.
+        preempted: requests that are preempted in this step.
+        finished: requests that have ended since the previous step.
     """
 
     scheduled: Mapping[LifeRequest, int] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Step:
 
 
 class Engine:
-    """Blocks and tables beside one connector.
+    """Blocks and tables for one connector.
 
     Args:
-        groups: the model's.
+        groups: groups of the model.
         hash_tokens: tokens in a block of the hashes.
-        max_tokens: of a request; there is room for one.
-        num_beside: more requests of that length, which share its blocks of full attention.
+        max_tokens: largest number of tokens of a request; the pool has blocks for one such request.
+        num_beside: number of further requests of that length, which share its blocks of full attention.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], hash_tokens: int, max_tokens: int, num_beside: int = 0) -> None:
@@ -86,7 +86,7 @@ class Engine:
         num_blocks = SPARE_BLOCKS
         for group in groups:
             live_tokens = max_tokens if group.kind is GroupKind.FULL else 2 * STEP_TOKENS + (group.window_tokens or 0)
-            # Two whole ones: what is shared has blocks of its own first.
+            # Blocks for two requests: a request that will share blocks has its own blocks first.
             num_blocks += (1 + bool(num_beside)) * min(live_tokens, max_tokens) // group.block_tokens
             num_blocks += num_beside * ((group.window_tokens or 0) + ANSWER_TOKENS) // group.block_tokens
             num_blocks += 2 * num_beside
@@ -94,15 +94,15 @@ class Engine:
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
 
     def admit(self, request: LifeRequest, num_tokens: int) -> KVCacheBlocks:
-        """Blocks for what is loaded of a request: null where nothing is read."""
+        """Allocates blocks for the loaded tokens of a request: null for blocks that are not read."""
         null, pool = self.pool.null_block, self.pool
         reads = [read_blocks(group, num_tokens) for group in self.groups]
         self._tables[request.request_id] = [[null] * read.start + pool.get_new_blocks(len(read)) for read in reads]
         return self.blocks(request)
 
     def share(self, request: LifeRequest, other: LifeRequest) -> None:
-        """Blocks of full attention are another one's from now on, where there are more requests than room. Neither may
-        be freed."""
+        """Replaces the request's blocks of full attention by those of another request, if there is no room for all.
+        Neither request may be freed afterwards."""
         tables = self._tables[request.request_id]
         for index, group in enumerate(self.groups):
             if group.kind is GroupKind.FULL:
@@ -113,14 +113,14 @@ class Engine:
         return KVCacheBlocks(tuple(self._tables[request.request_id]))
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """As vLLM's manager, beside `get_block_ids`."""
+        """Blocks of a request, as in vLLM's manager."""
         return KVCacheBlocks(tuple(self._tables[request_id]))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         return self.get_blocks(request_id).get_block_ids()
 
     def next_tokens(self, request: LifeRequest) -> int:
-        """Tokens of the prompt that the request's next step computes. A state is left at the prompt's last boundary."""
+        """Prompt tokens of the request's next step. It stops at the prompt's last boundary, to leave a state there."""
         computed, num_tokens = request.num_computed_tokens, request.num_tokens
         stop = min(computed + self._step_tokens, num_tokens)
         for group in self.groups:
@@ -130,7 +130,7 @@ class Engine:
         return stop - computed
 
     def run(self, step: Step) -> SchedulerOutput:
-        """What vLLM's scheduler hands to a connector for a step. Call `computed` behind it."""
+        """The scheduler output for a connector. Call `computed` after it."""
         begun = list(step.begun)
         new_ids: dict[str, tuple[list[int], ...]] = {}
         states: dict[str, list[tuple[int, int, int]]] = {}
@@ -162,17 +162,17 @@ class Engine:
         return output
 
     def computed(self, step: Step) -> None:
-        """The step was handed out: its tokens count as computed."""
+        """Counts the tokens of the step as computed."""
         for request, num_tokens in step.scheduled.items():
             request.num_computed_tokens += num_tokens
 
     def free(self, request: LifeRequest) -> None:
-        """The request has ended, or was preempted."""
+        """Frees the blocks of a request that has ended or was preempted."""
         for table in self._tables.pop(request.request_id):
             self.pool.free_blocks(block for block in reversed(table) if not block.is_null)
 
     def _grow(self, request: LifeRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Gives back what has left a window, and adds blocks for the tokens of a step. The new ones."""
+        """Frees blocks that have left a window, and adds blocks for the tokens of a step. Returns the new ones."""
         pool, null, computed = self.pool, self.pool.null_block, request.num_computed_tokens
         added = []
         for group, table in zip(self.groups, self._tables[request.request_id], strict=True):
@@ -189,7 +189,7 @@ class Engine:
         return tuple(added)
 
     def _states(self, request: LifeRequest, num_tokens: int) -> list[tuple[int, int, int]]:
-        """The states that are handed over: of the prompt's last boundary, where the step ends there."""
+        """The states at the prompt's last boundary, if the step ends there."""
         end = request.num_computed_tokens + num_tokens
         states = []
         for index, group in enumerate(self.groups):

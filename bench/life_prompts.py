@@ -1,4 +1,4 @@
-"""Prompts whose lives are compared, and tiers that hold of them what a scenario says."""
+"""Prompts for `request_life.py`, and tiers that hold the part of a scenario."""
 
 import os
 from itertools import count
@@ -10,17 +10,17 @@ from planner_lookup import HASH_TOKENS, make_layout
 from hybridkv.planner import GroupKind
 
 SCENARIOS = {"miss": 0.0, "half": 0.5, "full": 1.0}
-"""What of each prompt is stored."""
+"""Stored share of each prompt."""
 
 
 class Prompts:
-    """Prompts of one length, and sides over tiers that hold what a scenario says.
+    """Prompts of one length, and sides over tiers that hold the part of a scenario.
 
     Args:
         preset: the model.
-        asked_tokens: about how long; it is whole chunks and one token more, so that the last chunk can be a part of
-            the hit.
-        scenario: what of it is stored.
+        asked_tokens: approximate length. The real length is whole chunks plus one token, so that the last chunk can be
+            part of the hit.
+        scenario: key of `SCENARIOS`.
     """
 
     def __init__(self, preset: str, asked_tokens: int, scenario: str) -> None:
@@ -38,13 +38,13 @@ class Prompts:
         return [raw[i : i + 32] for i in range(0, len(raw), 32)]
 
     def next_hashes(self) -> list[bytes]:
-        """Of one more prompt: what is stored of it, and what is new."""
+        """Hashes of one more prompt: its stored part, and a new part."""
         return [*self._kept, *self._hashes(self.stored_tokens - self.hit_tokens)]
 
     def request(self, hashes: list[bytes], more_tokens: int = 0) -> LifeRequest:
-        """Of a prompt with these hashes, and so many tokens more that nobody has stored."""
-        behind = self._hashes(1 + more_tokens)
-        return LifeRequest(str(next(self._ids)), self.stored_tokens + 1 + more_tokens, [*hashes, *behind])
+        """A request with these hashes, one more token, and `more_tokens` that are not stored."""
+        extra = self._hashes(1 + more_tokens)
+        return LifeRequest(str(next(self._ids)), self.stored_tokens + 1 + more_tokens, [*hashes, *extra])
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -54,13 +54,13 @@ class Prompts:
 
     @property
     def side_names(self) -> tuple[str, ...]:
-        """Where ours has one block to a chunk, vLLM's default is the same."""
+        """The sides. If our chunks have one block, vLLM's default is the same as `vllm chunk`."""
         return ("ours", "vllm chunk", "vllm default") if self.blocks_per_chunk > 1 else ("ours", "vllm chunk")
 
     def open(self, name: str, num_beside: int = 0) -> Side:
-        """A side with its tier as the scenario says."""
+        """A side with the stored part of the scenario in its tier."""
         engine = Engine(self.spec.groups, self._hash_tokens, self.stored_tokens + 4096, num_beside)
-        # What is new of a prompt pushes out what was there besides, and not what is hit; where many run it finds room.
+        # The new part of a prompt evicts other prompts, not the part that is hit. Many requests find free memory.
         new_tokens = self.stored_tokens - self.hit_tokens
         spare_tokens = num_beside * self.spec.chunk_tokens
         room_tokens = self.stored_tokens + (new_tokens if self.hit_tokens else 0) + spare_tokens

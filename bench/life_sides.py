@@ -1,6 +1,6 @@
-"""The two schedulers' halves whose requests' lives are compared, behind one face, and what workers would report.
+"""The two scheduler halves for `request_life.py`, with one interface, and the reports of their workers.
 
-Written against vLLM 0.32. Neither side moves a byte: a worker's part is the outcome of what a plan says.
+Written for vLLM 0.32. Neither side moves a byte: a worker only reports the outcome of a plan.
 """
 
 import time
@@ -24,20 +24,20 @@ from hybridkv.tiers.stack import TierStack
 
 
 class Work(NamedTuple):
-    """What a plan moves, in blocks of the engine."""
+    """Blocks of the engine that a plan moves."""
 
     num_loaded: int
     num_stored_full: int
-    """Of full attention: of windows vLLM leaves out what no hit at a chunk's end reads."""
+    """Only of full attention: vLLM does not store window blocks that no hit at a chunk's end reads."""
 
 
 class Side(Protocol):
-    """What the engine calls of a connector's scheduler half. `sources` is what it asks for its counters."""
+    """Calls of a connector's scheduler half by the engine. `sources` is for the engine's counters."""
 
     engine: Engine
 
     def fill(self, hashes: Sequence[bytes]) -> None:
-        """Store all groups of a prompt."""
+        """Stores all groups of a prompt."""
         ...
 
     def begin(self, request: LifeRequest) -> None: ...
@@ -55,18 +55,18 @@ class Side(Protocol):
     def report(self) -> None: ...
 
     def finish(self, request: LifeRequest, block_ids: tuple[list[int], ...]) -> None:
-        """The engine reads its tables for this, whether a connector looks at them or not."""
+        """Finishes a request. The engine reads its tables for this call, even if a connector does not use them."""
         ...
 
     def outcome(self, plan: Any) -> KVConnectorOutput | None:
-        """What workers report that have carried out a plan; None where there was nothing to do."""
+        """Report of the workers after a plan; None for an empty plan."""
         ...
 
     def work(self, plan: Any) -> Work: ...
 
 
 class Ours:
-    """The connector over a tier in host memory with room for prompts of so many tokens together."""
+    """The connector over a tier in host memory with room for `room_tokens`."""
 
     def __init__(self, preset: str, engine: Engine, room_tokens: int) -> None:
         self.engine = engine
@@ -105,7 +105,7 @@ class Ours:
         self._scheduler.on_allocated(request, blocks, num_tokens)
 
     def sources(self, request: LifeRequest, num_tokens: int) -> None:
-        """One tier answers for all: vLLM's base class names it."""
+        """Nothing: with one tier, vLLM's base class answers this."""
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         return self._scheduler.plan_step(output)
@@ -135,7 +135,7 @@ class Ours:
 
 
 class Theirs:
-    """vLLM's scheduler half over its LRU manager, as `Ours`."""
+    """vLLM's scheduler half over its LRU manager, with the interface of `Ours`."""
 
     def __init__(self, preset: str, engine: Engine, room_tokens: int, blocks_per_chunk: int) -> None:
         self.engine = engine

@@ -1,7 +1,8 @@
-"""An engine with a connector to a server of LMCache, or with none: a process that `lmcache_ttft.py` tells what to do.
+"""Process with an engine for `lmcache_ttft.py`, with a connector to a server of LMCache or with none.
 
-It says where the time to a first token went, as vLLM's scheduler sees it, which knows no connector: until a request
-waited for what another process holds (the lookup), until that had come (the retrieve), and what was computed then.
+It divides the time to a first token by the states of vLLM's scheduler, independently of the connector: until the
+request waits for remote KV data (the lookup), until these data have arrived (the retrieve), and the computation after
+that.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
 class LMCacheServing(Serving):
-    """What it can be told."""
+    """Commands of the process."""
 
     def first_token(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds from a request to its first token, and what became of it."""
+        """Seconds from a request to its first token, with their parts, and the token."""
         engine = self.engine
         began_s = time.perf_counter()
         name = engine.add(prompt, max_tokens=1)
@@ -35,7 +36,7 @@ class LMCacheServing(Serving):
             if finished:
                 break
             if loading_s is None and engine.status(name) == LOADING:
-                loading_s = step_s  # a connector may load within the step that decides to
+                loading_s = step_s  # a connector may load in the same step
             if not engine.has_computed:
                 time.sleep(PAUSE_S)
         ended_s = time.perf_counter()
@@ -53,16 +54,16 @@ class LMCacheServing(Serving):
         }
 
     def forget(self) -> None:
-        """Drop the engine's own prefix cache, as soon as nobody reads or writes it."""
+        """Drops the engine's own prefix cache, after pending reads and writes."""
         self.engine.reset_prefix_cache()
 
     def idle(self) -> None:
         self.engine.drain()
 
 
-def let_vars_work() -> None:
-    """LMCache imports numba, whose llvmlite takes `__dict__` for a function of LLVM's. vLLM on a CPU asks every object
-    in every module for it, and does not start."""
+def patch_llvmlite() -> None:
+    """Makes attributes with two underscores fail in llvmlite, which LMCache imports through numba. llvmlite takes
+    `__dict__` for a function of LLVM. vLLM on a CPU reads it of every object in every module, and would not start."""
     from llvmlite.binding import ffi
 
     function_of = ffi._lib_wrapper.__getattr__
@@ -85,7 +86,7 @@ def main() -> None:
     transfer = json.loads(chosen.transfer)
     connector = transfer and transfer["kv_connector"]
     if connector == "LMCacheMPConnector":
-        let_vars_work()
+        patch_llvmlite()
     elif connector is not None:
         from hybridkv.connectors.vllm import register
 

@@ -1,11 +1,11 @@
-"""A server of LMCache, and where what LMCache needs in an engine's process lies. Nothing of LMCache is imported here.
+"""A server of LMCache, and the packages that LMCache needs in an engine's process. This module imports no LMCache.
 
-For each version two environment variables:
+There are two environment variables for each version:
 
-* `HYBRIDKV_LMCACHE_0_5_7RC2`: a command that runs `libs/lmcache/tests/lmcache_command.py` beside that version, which is
-  the server;
-* `HYBRIDKV_LMCACHE_PACKAGES_0_5_7RC2`: a directory with that version and the packages of its that vLLM lacks. It is put
-  behind all others, so that vLLM's versions are what both import.
+* `HYBRIDKV_LMCACHE_0_5_7RC2`: the server: a command that runs `libs/lmcache/tests/lmcache_command.py` with that
+version; * `HYBRIDKV_LMCACHE_PACKAGES_0_5_7RC2`: a directory with that version and its dependencies that vLLM lacks. It
+comes
+  after all others in the path, so both import vLLM's versions.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import NamedTuple
 
 from kits.lmcache.server_process import ServerProcess, command, variable
 
-TOLD = "HYBRIDKV_LMCACHE"
-ASK_AGAIN_S = 0.002
+PREFIX = "HYBRIDKV_LMCACHE"
+POLL_S = 0.002
 QUIET_S = 2.0
 STORED_WITHIN_S = 60.0
 
 
 def packages_variable(version: str) -> str:
-    return variable(version).replace(TOLD, f"{TOLD}_PACKAGES")
+    return variable(version).replace(PREFIX, f"{PREFIX}_PACKAGES")
 
 
 def packages(version: str) -> str:
-    """The directory that the variable names. Look for `what_is_missing` before."""
+    """The directory of the variable. Call `missing_settings` before."""
     return os.path.abspath(os.environ[packages_variable(version)])
 
 
-def what_is_missing(version: str) -> str | None:
-    """A sentence; None where nothing is."""
+def missing_settings(version: str) -> str | None:
+    """A sentence about a missing variable or package, or None."""
     if command(version) is None:
-        return f"{variable(version)} is not set: a command that runs lmcache_command.py beside {version}"
+        return f"{variable(version)} is not set: a command that runs lmcache_command.py with {version}"
     directory = os.environ.get(packages_variable(version))
     if directory is None:
-        return f"{packages_variable(version)} is not set: a directory that has the package lmcache {version}"
+        return f"{packages_variable(version)} is not set: a directory with the package lmcache {version}"
     if not (Path(directory) / "lmcache").is_dir():
         return f"{packages_variable(version)}: {directory} has no package lmcache"
     return None
 
 
 class Held(NamedTuple):
-    """What a server can give back, and what it is being given."""
+    """Complete objects of a server, the bytes of its memory, and incoming objects."""
 
     objects: int
     bytes: int
@@ -55,7 +55,7 @@ class Held(NamedTuple):
 
 
 class LMCacheServer(ServerProcess):
-    """One server on loopback that holds everything in memory."""
+    """A server on loopback that keeps all objects in memory."""
 
     def __init__(self, version: str, directory: Path, arguments: Sequence[str]) -> None:
         lmcache = command(version)
@@ -67,7 +67,7 @@ class LMCacheServer(ServerProcess):
         return f"tcp://{self.address.host}:{self.address.port}"
 
     def held(self) -> Held:
-        """What it says of its memory. An object that is being written is none yet."""
+        """Status of the server's memory. Incomplete objects count only as incoming."""
         memory = self.status()["storage_manager"]["l1_manager"]
         incoming = memory["write_locked_count"]
         return Held(memory["total_object_count"] - incoming, memory["memory_used_bytes"], incoming)
@@ -81,15 +81,15 @@ class LMCacheServer(ServerProcess):
             raise RuntimeError(f"{left.objects} objects are still held after the server was cleared")
 
     def wait_for(self, objects: int) -> None:
-        """Return when it holds so many."""
+        """Returns when the server has `objects` objects."""
         until_s = time.monotonic() + STORED_WITHIN_S
         while (held := self.held().objects) < objects:
             if time.monotonic() > until_s:
                 raise RuntimeError(f"{held} of {objects} objects were stored in {STORED_WITHIN_S:.0f} s")
-            time.sleep(ASK_AGAIN_S)
+            time.sleep(POLL_S)
 
     def settled(self) -> Held:
-        """What it holds when that has not changed for two seconds."""
+        """Content of the server after two seconds without a change."""
         last, since_s = self.held(), time.monotonic()
         while last.incoming or time.monotonic() < since_s + QUIET_S:
             time.sleep(QUIET_S / 20)

@@ -1,26 +1,27 @@
-"""Time to the first token from a server of LMCache: HybridLMCacheConnector beside LMCache's own connector.
+"""Time to the first token from a server of LMCache: HybridLMCacheConnector compared with LMCache's own connector.
 
     tools/bazel run //bench:lmcache_ttft -- [--models NAME...] [--variants NAME...] [--rounds N] [--json FILE]
 
-What is measured, in an engine's process, on a prompt that nobody has seen: seconds to its first token (`cold`), of
-which until it was known that the server has nothing (`miss`); seconds after that token until the server says that all
-of the prompt can be read (`stored`); and, when the engine has dropped its own prefix cache, seconds to the first token
-of the same prompt again (`warm`). Of that, until the server's answer has led to a load (`lookup`), and until that has
-ended (`retrieve`), as vLLM's scheduler sees them. `alone` is the same engine without a connector; its `warm` is a hit
-in its own prefix cache, below which no connector comes. What `cold` costs above `alone` is the miss, and the stores
-that ran meanwhile.
+Measures, in an engine's process, with a new prompt: seconds to its first token (`cold`), and their part until the
+server has answered that it has no chunk (`miss`); seconds after that token until the whole prompt can be read from the
+server (`stored`); and, after the engine has dropped its own prefix cache, seconds to the first token of the same prompt
+(`warm`). Parts of `warm`, from the states of vLLM's scheduler: until a load starts (`lookup`), and until this load has
+ended (`retrieve`). `alone` is the same engine without a connector; its `warm` is a hit in its own prefix cache, the
+lower limit for every connector. `cold` over `alone` is the cost of the miss, and of the stores that run at the same
+time.
 
-Every engine has the same arguments, packages and prompts; one is asked at a time, in turns. A server is one process for
-all who want it with the same arguments, and is emptied before each prompt. The first round, which tells how many
-objects a prompt is, is not counted. A ratio is the median over rounds of LMCache's time over ours with the same version
-of the server, in the same round: more than 1 is faster; in brackets its quartiles.
+Every engine has the same arguments, packages and prompts; engines run one at a time, in turns. All engines that need a
+server with the same arguments share one process, which is emptied before each prompt. The first round gives the number
+of objects of a prompt, and is not counted. A ratio is the median over rounds of LMCache's time over ours with the same
+version of the server, in the same round, with its quartiles in brackets: if it is more than 1, ours is faster.
 
-Models are random and small: `gemma3` has 5 windows of 64 tokens to each full attention in six layers, `gemma3-wide` 4
-groups of such six in pages of a size that people serve, `gpt-oss` one window and one full attention. LMCache 0.5.6 can
-serve them on a CPU only as `lmcache_driven`; 0.5.7rc2 as it comes passes pages through messages, and through memory
-that both map (`shared`) where its server was told to. For ours the server keeps groups apart, as the guide says.
+Models are random and small: `gemma3` has six layers, 5 windows of 64 tokens and one full attention; `gemma3-wide` has 4
+times these layers, with pages of a usual size; `gpt-oss` has one window and one full attention. LMCache 0.5.6 supports
+them on a CPU only as `lmcache_driven`. 0.5.7rc2 sends pages in messages by default, or uses memory that both processes
+map (`shared`), if its server has the option for it. For ours, the server keeps groups in separate objects, as in the
+guide.
 
-Not measured: a network, a GPU, a disk under the server, more than one request at a time.
+Not measured: a network, a GPU, a disk below the server, several requests at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmcache_server import Held, LMCacheServer, packages, what_is_missing
+from lmcache_server import Held, LMCacheServer, missing_settings, packages
 from told_process import ToldProcess
 
 ALONE = "alone"
@@ -53,7 +54,7 @@ TIMES = ("cold", "miss", "stored", "warm", "lookup", "retrieve")
 
 
 class Model(NamedTuple):
-    """A tiny model, and what is changed of it and its engine."""
+    """A tiny model, and arguments of its engine."""
 
     kind: str
     arguments: dict[str, Any]
@@ -77,19 +78,19 @@ MODELS = {
     "gpt-oss": Model("gpt-oss", {}),
     "gemma3-wide": Model("gemma3", _wide()),
 }
-# A window must be whole blocks for LMCache's connector, and is: one of 64 tokens.
+# LMCache's connector needs windows of whole blocks: here one block of 64 tokens.
 ARGUMENTS = {"block_size": 64, "max_num_batched_tokens": 2048}
 
 
 class Variant(NamedTuple):
-    """A connector, and the server that it speaks with."""
+    """A connector and its server."""
 
     version: str
     is_ours: bool
     mode: str | None = None
-    """Of transfer; None as LMCache's connector comes."""
+    """Transfer mode; None for the default of LMCache's connector."""
     server: tuple[str, ...] = ()
-    """More arguments of the server."""
+    """Further arguments of the server."""
 
     def transfer(self, server: LMCacheServer) -> dict[str, Any]:
         both = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -103,7 +104,7 @@ class Variant(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """What LMCache asks for is at odds with vLLM, whose packages come first."""
+        """Paths after vLLM's packages, because LMCache's requirements conflict with vLLM's."""
         return [] if self.is_ours else [packages(self.version)]
 
 
@@ -123,12 +124,12 @@ MORE = {
     "ours 0.5.6 whole": Variant("0.5.6", is_ours=True),
     "lmcache 0.5.6 separate": Variant("0.5.6", is_ours=False, mode=DRIVEN, server=SEPARATE),
 }
-"""Those that are measured when they are named."""
+"""Variants that are measured only if `--variants` names them."""
 KNOWN = VARIANTS | MORE
 
 
 class Turn(NamedTuple):
-    """What a prompt took of one engine, in seconds, and what it got."""
+    """Seconds of a prompt in one engine, and its hit."""
 
     cold: float
     miss: float
@@ -139,14 +140,14 @@ class Turn(NamedTuple):
     hit_tokens: int
     is_same: bool
     apart: float
-    """The log-probabilities of the token, computed and from the server."""
+    """Difference of the token's log-probabilities, computed and from the server."""
 
 
 class Subject:
-    """An engine, and the server that its connector speaks with.
+    """An engine, and the server of its connector.
 
     Args:
-        engine: that runs `lmcache_engine.py`.
+        engine: process of `lmcache_engine.py`.
         server: None for an engine without a connector.
     """
 
@@ -154,10 +155,10 @@ class Subject:
         self.engine = engine
         self.server = server
         self.stored: Held | None = None
-        """What a prompt is for the server, once it is known."""
+        """Content of the server after the first prompt."""
 
     def turn(self, prompt: Sequence[int]) -> Turn:
-        """What one prompt that nobody has seen takes."""
+        """Measures one new prompt."""
         if self.server is not None:
             self.server.clear()
         cold = self.engine.ask("first_token", prompt=prompt)
@@ -191,7 +192,7 @@ class Subject:
 
 
 class Bench:
-    """The servers and engines of one model. `kept` ends them."""
+    """The servers and engines of one model. `kept` stops them."""
 
     def __init__(self, model: Model, kept: ExitStack) -> None:
         self._model = model
@@ -225,7 +226,7 @@ class Bench:
         found = {ALONE: Subject(self.engine(ALONE, None, []), None)}
         for name, variant in chosen.items():
             engine = self.engine(name, variant.transfer(servers[name]), variant.paths)
-            # Two at a time are as many as start well on two cores.
+            # At most two engines start at a time, because the machines have two cores.
             list(found.values())[-1].engine.wait_until_ready()
             found[name] = Subject(engine, servers[name])
         list(found.values())[-1].engine.wait_until_ready()
@@ -248,7 +249,7 @@ def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int) ->
 
 
 def row(name: str, stored: Held | None, found: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-    """What was found of one engine."""
+    """Results of one engine."""
     first, *turns = found[name]
     alone = found[ALONE][1:]
     result: dict[str, Any] = {
@@ -264,7 +265,7 @@ def row(name: str, stored: Held | None, found: Mapping[str, Sequence[Turn]]) -> 
     if name in KNOWN and not KNOWN[name].is_ours and (ours := f"ours {KNOWN[name].version}") in found:
         pairs = list(zip(turns, found[ours][1:], strict=True))
         result["over ours"] = {
-            # Nothing was retrieved where nothing was found.
+            # Without a hit there is no retrieve.
             time: spread([getattr(a, time) / getattr(b, time) for a, b in pairs if getattr(b, time)])
             for time in TIMES
         }
@@ -308,9 +309,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     versions = sorted({KNOWN[name].version for name in options.variants})
-    lacks = [lack for each in versions if (lack := what_is_missing(each)) is not None]
+    lacks = [lack for each in versions if (lack := missing_settings(each)) is not None]
     if lacks:
-        print("\n".join([*lacks, "hint: bench/README.md says how to get them"]), file=sys.stderr)
+        print("\n".join([*lacks, "hint: bench/README.md explains how to install them"]), file=sys.stderr)
         sys.exit(2)
     results = {}
     for name in options.models:

@@ -1,15 +1,14 @@
-"""One choice between children: HybridMultiConnector beside vLLM's MultiConnector, over the same children, in one run.
+"""One choice between children: HybridMultiConnector compared with vLLM's MultiConnector, with the same children.
 
-What runs on both sides is `get_num_new_matched_tokens` of the real class, for requests that it has not seen before,
-over 1, 2, 4 and 8 children:
+Both sides run `get_num_new_matched_tokens` of the real class, for new requests, with 1, 2, 4 and 8 children:
 - `offload`: children are scheduler halves of HybridOffloadConnector (the real lookup: keys, a `RamIndex`, the planner)
-  that all hold the whole prompt of `--tokens`; vLLM takes the first, ours the best score.
-- `idle`: children answer a constant at once. What is left is the choice itself: ours catches what a child raises,
-  scores, and remembers each answer for its counts.
+  that all hold the whole prompt of `--tokens`; vLLM chooses the first, ours the best score.
+- `idle`: children answer a constant at once, so only the choice is measured: ours catches exceptions of children,
+  computes scores, and stores each answer for its counts.
 
-Not measured: what follows a choice (blocks, loads, the counts of an admitted request). The connectors are made without
-an engine: their constructors are passed over and the fields that the method reads are set. Times are CPU time of the
-thread for a batch of requests, best of `--rounds`, the two sides in turns.
+Not measured: the work after a choice (blocks, loads, the counts of an admitted request). The connectors are created
+without an engine: their constructors are not called, and the fields that the method reads are set. Times are CPU time
+of the thread for a batch of requests, the best of `--rounds`, in which the two sides alternate.
 
     python bench/multi_choice.py --json multi_choice.json
 """
@@ -32,7 +31,7 @@ BATCH = 100
 
 
 class Idle:
-    """Answers a constant."""
+    """Child that answers a constant."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -81,7 +80,7 @@ class Offload:
 
 
 def upstream(children: list[Any]) -> tuple[Any, Callable[[], None]]:
-    """vLLM's connector, and how it forgets its requests."""
+    """vLLM's connector, and a function that removes its requests."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     connector = MultiConnector.__new__(MultiConnector)
@@ -91,7 +90,7 @@ def upstream(children: list[Any]) -> tuple[Any, Callable[[], None]]:
 
 
 def ours(children: list[Any]) -> tuple[Any, Callable[[], None]]:
-    """Ours, and how it forgets its requests."""
+    """Our connector, and a function that removes its requests."""
     from hybridkv.connectors.vllm.multi.children import Child
     from hybridkv.connectors.vllm.multi.config import ChildConfig
     from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
@@ -131,7 +130,7 @@ def measure(kind: str, num_children: int, num_tokens: int, rounds: int) -> dict[
             for child in children:
                 if isinstance(child, Offload):
                     child.forget()
-        # In turns, so that either finds the caches as warm as the other.
+        # The order alternates, so that the caches are equally warm for both sides.
         sides = dict(reversed(sides.items()))
         gc.collect()
     gc.enable()
@@ -147,10 +146,10 @@ def measure(kind: str, num_children: int, num_tokens: int, rounds: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="one choice between children, beside vLLM's MultiConnector")
+    parser = argparse.ArgumentParser(description="one choice between children, compared with vLLM's MultiConnector")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192], help="tokens in a prompt")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", default="multi_choice.json", help="where the figures go")
+    parser.add_argument("--json", default="multi_choice.json", help="file for the figures")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     results = []

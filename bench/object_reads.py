@@ -1,12 +1,12 @@
-"""Reads of the object tier beside obstore alone, on the same objects: bytes a second and processor time.
+"""Reads of the object tier compared with plain obstore, on the same objects: bytes per second and processor time.
 
     tools/bazel run //bench:object_reads -- [--mebibytes N] [--chunk-kibibytes N...] [--rounds N] [--json FILE]
 
-The tier stores chunks in packs. Then, in turns, a fresh tier reads all of them into host memory and compares their
-checksums (`tier`), and obstore reads the same packs whole with as many threads (`obstore`), which copies and compares
-nothing. Two stores: `SeaweedFS`, a server of objects on the loopback, and `directory`, where both read files from the
-page cache; for that one the tier has its own code, and obstore's LocalStore is beside it. The ratio is the median over
-rounds of obstore's time over the tier's in the same round: 1 is as fast. Processor time is that of this process.
+The tier stores chunks in packs. Then two readers alternate: a new tier reads all chunks into host memory and compares
+their checksums (`tier`), and obstore reads the same whole packs with as many threads, without copies or comparisons
+(`obstore`). There are two stores: `SeaweedFS`, an object server on the loopback, and `directory`, where both read files
+from the page cache; there the tier uses its own code, and obstore its LocalStore. The ratio is the median over rounds
+of obstore's time over the tier's in the same round: 1 means equally fast. Processor time is that of this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kits.tiers.object_server import BUCKET, ObjectServer, command
 
 FINGERPRINT = bytes(range(32))
 THREADS = 4
-"""As many as the tier reads with."""
+"""As many as the reading threads of the tier."""
 TIMEOUT_S = 60.0
 POLL_S = 0.0005
 
@@ -72,7 +72,7 @@ def wait(is_over: Callable[[], bool], event: str) -> None:
 
 
 def store(location: StoreLocation, keys: Sequence[Key], chunk: bytes) -> None:
-    """Stores a path of chunks through host memory, as an engine does."""
+    """Stores a path of chunks through host memory, like an engine."""
     size = 8 * len(keys) * len(chunk)
     arena = RamArena(size, len(chunk))
     index = open_index(location, FINGERPRINT, 1, ObjectOptions(), time.monotonic)
@@ -103,14 +103,14 @@ def store(location: StoreLocation, keys: Sequence[Key], chunk: bytes) -> None:
 
 
 def read(location: StoreLocation, keys: Sequence[Key], num_bytes: int) -> tuple[float, float, set[str]]:
-    """Reads all chunks with a fresh tier. Seconds, processor seconds, names of the packs."""
+    """Reads all chunks with a new tier. Returns seconds, processor seconds, and names of the packs."""
     index = open_index(location, FINGERPRINT, 1, ObjectOptions(), time.monotonic)
     medium = open_medium(location, 0, ObjectOptions())
     memory = memoryview(bytearray(len(keys) * num_bytes))
-    memory[::4096] = bytes(len(memory[::4096]))  # touch it before
+    memory[::4096] = bytes(len(memory[::4096]))  # touch the memory before
     try:
         index.start_lookup(list(keys), time.monotonic() + TIMEOUT_S)
-        wait(lambda: not index.any_pending(list(keys)), "the lookup is not answered")
+        wait(lambda: not index.any_pending(list(keys)), "the lookup has no answer")
         assert all(index.lookup(key) is LookupResult.HIT for key in keys)
         slots = [index.pin(key) for key in keys]
         began_s, cpu_s, done = time.perf_counter(), time.process_time(), 0
@@ -132,7 +132,7 @@ def read(location: StoreLocation, keys: Sequence[Key], num_bytes: int) -> tuple[
 
 
 def read_plain(plain: ObjectStore, packs: Sequence[str]) -> tuple[float, float]:
-    """Reads the packs with obstore. Seconds, processor seconds."""
+    """Reads the packs with obstore. Returns seconds and processor seconds."""
 
     def get(pack: str) -> int:
         return len(obstore.get(plain, f"{pack}/0").bytes())
@@ -146,7 +146,7 @@ def read_plain(plain: ObjectStore, packs: Sequence[str]) -> tuple[float, float]:
 
 
 def measure(name: str, num_bytes: int, chunk_bytes: int, num_rounds: int) -> dict[str, Any]:
-    # A manifest is written where a prefix hash says so, so a key needs random bits.
+    # The hash of a prefix decides where manifests are written, so keys need random bits.
     random = Random(0)
     keys = [b"f" * 16 + random.randbytes(16) for _ in range(num_bytes // chunk_bytes)]
     with tempfile.TemporaryDirectory(prefix="object-reads-") as root, STORES[name](Path(root)) as (location, plain):
@@ -179,7 +179,7 @@ def show(name: str, chunk_bytes: int, found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Reads of the object tier beside obstore alone.")
+    parser = argparse.ArgumentParser(description="Reads of the object tier compared with obstore.")
     parser.add_argument("--stores", nargs="+", choices=tuple(STORES), default=list(STORES))
     parser.add_argument("--mebibytes", type=int, default=64, help="size of all chunks")
     parser.add_argument("--chunk-kibibytes", type=int, nargs="+", default=[64, 1024])

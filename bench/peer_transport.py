@@ -1,19 +1,19 @@
-"""Reads of another process's memory: NIXL beside memcpy and a plain socket.
+"""Reads of another process's memory: NIXL compared with memcpy and a plain socket.
 
     tools/bazel run //bench:peer_transport -- [--rounds N] [--total-mib N] [--json FILE]
 
-What is measured, in wall time of the reading process: so many MiB of ranges at random places of a region of another
-process, into random places here, for each size of a range. All variants take turns in each round, so that whatever
-else the machine does is shared out. GB/s is of the best round; a ratio is the median over rounds of the time of
-`memcpy`, and of `socket`, over the variant's in the same round: larger is faster, 1 is as fast. Beside it stand seconds
-of processors, those of both processes together, for each GB: what a read takes from an engine.
+Measures wall time of the reading process: `--total-mib` MiB of ranges at random places of another process's memory are
+read to random places of this process, for each size of a range. All variants alternate in each round, so that other
+load of the machine affects all of them. GB/s is that of the best round. A ratio is the median over rounds of the time
+of `memcpy`, or of `socket`, over that of the variant in the same round: larger is faster, 1 means equally fast. The
+results also have processor seconds of both processes together for each GB: the cost of a read to an engine.
 
-Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
-loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
-checked. `readv` is `process_vm_readv`, which is how the kernel has one process read another's memory, and what UCX uses
-for that. `nixl` is UCX as it chooses (memory of the same host); `nixl tcp` is UCX made to use TCP.
+Variants: `memcpy` copies the same ranges within this process. `socket` is the minimum for two processes over loopback:
+one blocking connection, `sendall` of one buffer, `recv_into` of another, without pieces or checks. `readv` is
+`process_vm_readv`, the kernel's read of another process's memory, which UCX also uses. `nixl` is UCX with its default
+choice (memory of the same host); `nixl tcp` is UCX limited to TCP.
 
-What is not: a network, several peers, verification of what was read.
+Not measured: a network, several peers, verification of the read bytes.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from hybridkv.peers.transport import Ranges, Region, TransferDone, TransferPendi
 from hybridkv.peers.transport.nixl import NixlTransport
 
 MAX_VECTORS = 16
-"""In one call of `readv`, as UCX has it."""
+"""Ranges in one call of `readv`, as in UCX."""
 SIZES_KIB = (64, 256, 1024, 4096)
 VARIANTS = ("socket", "readv", "nixl", "nixl tcp")
 
 Read = Callable[[np.ndarray, np.ndarray, int], None]
-"""Reads ranges of one size: places there, places here."""
+"""Reads ranges of one size: their places in the other process, in this process, and the size."""
 
 
 def pattern(num_bytes: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def make(variant: str) -> Transport:
 
 
 def serve(variant: str, num_bytes: int) -> None:
-    """The other process: says where it is read, and ends with its standard input."""
+    """The other process: prints the address of its memory, and ends with its standard input."""
     memory = pattern(num_bytes)
     if variant == "socket":
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -75,7 +75,7 @@ def serve(variant: str, num_bytes: int) -> None:
     capability = transport.register([Region(memory.ctypes.data, num_bytes)])
     print(base64.b64encode(capability).decode(), flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
-        # UCX over TCP goes as quickly as this side turns round; its reads of memory need no turn at all.
+        # UCX over TCP needs this loop for progress, without pauses; its reads of memory do not need it.
         transport.progress()
         time.sleep(0 if variant == "nixl tcp" else 0.001)
     os._exit(0)
@@ -140,7 +140,7 @@ def read_memcpy(source: np.ndarray, target: np.ndarray) -> Read:
 
 
 class Subject:
-    """The two processes of one variant. The reader is a process too, since UCX reads its settings once."""
+    """The two processes of one variant. The reader is a process too, because UCX reads its settings only once."""
 
     def __init__(self, variant: str, num_bytes: int) -> None:
         self.process = subprocess.Popen(
@@ -151,7 +151,7 @@ class Subject:
         )
 
     def seconds(self, size: int, seed: int) -> tuple[float, float]:
-        """Of the wall, and of processors."""
+        """Reads once. Returns wall seconds and processor seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{size} {seed}\n")
@@ -166,13 +166,13 @@ class Subject:
 
 
 def busy_s(pids: Sequence[int]) -> float:
-    """That threads of these processes have had a processor for."""
+    """Processor seconds of all threads of these processes."""
     tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def reader(variant: str, num_bytes: int) -> None:
-    """A process that reads when it is told to, and says how long that took. Every byte is looked at afterwards."""
+    """Reading process: reads for each line of its input, checks every byte, and prints the times."""
     source, target = pattern(num_bytes), np.zeros(num_bytes, dtype=np.uint8)
     other = None
     if variant == "memcpy":
@@ -181,14 +181,14 @@ def reader(variant: str, num_bytes: int) -> None:
         command = [sys.executable, __file__, "--serve", variant, "--total-mib", str(num_bytes >> 20)]
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
-        said = other.stdout.readline().strip()
+        reply = other.stdout.readline().strip()
         if variant == "socket":
-            read = read_socket(int(said), target)
+            read = read_socket(int(reply), target)
         elif variant == "readv":
-            pid, address = said.split()
+            pid, address = reply.split()
             read = read_readv(int(pid), int(address), target)
         else:
-            read = read_transport(variant, base64.b64decode(said), target)
+            read = read_transport(variant, base64.b64decode(reply), target)
     pids = [os.getpid(), *([other.pid] if other is not None else [])]
     for line in sys.stdin:
         size, seed = (int(word) for word in line.split())
@@ -219,7 +219,7 @@ def measure(num_bytes: int, rounds: int, names: Sequence[str], sizes: Sequence[i
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
                 found[name].append(subjects[name].seconds(size, number))
-        # The first round connects and touches what was never touched.
+        # The first round connects and touches the memory.
         found = {name: seconds[1:] for name, seconds in found.items()}
         label = f"{size >> 10} KiB"
         results[label] = {name: row(seconds, found, num_bytes) for name, seconds in found.items()}

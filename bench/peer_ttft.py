@@ -1,25 +1,25 @@
-"""Time to the first token of decode: HybridNixlConnector beside vLLM's own NixlConnector, two real engines each.
+"""Time to the first token of decode: HybridNixlConnector compared with vLLM's NixlConnector, two real engines each.
 
     tools/bazel run //bench:peer_ttft -- [--models NAME...] [--rounds N] [--tokens N] [--json FILE]
 
-What is measured, in the decoding engine's process: seconds from a request, whose prompt another process has computed
-and holds, to its first token. That is the engine's steps, the connector's part in them, the transfer over the loopback,
-and the step that computes the last token. Every pair of engines gets the same prompts, each of them once; pairs take
-turns in each round, and those whose turn it is not are stopped, since vLLM's connector keeps a core busy when it has
-nothing to do. The first round, which connects, is shown and not counted. A ratio is the median over rounds of vLLM's
-time over ours in the same round: more than 1 is faster.
+Measures, in the decoding engine's process, seconds from a request to its first token, after another process has
+computed the prompt and holds it. This is the time of the engine's steps, the connector's part in them, the transfer
+over the loopback, and the step that computes the last token. Every pair of engines gets each prompt once. Pairs
+alternate in each round; the other pairs are stopped, because vLLM's connector keeps a core busy even if it is idle. The
+first round connects; it is shown and not counted. A ratio is the median over rounds of vLLM's time over ours in the
+same round: if it is more than 1, ours is faster.
 
-Pairs: `vllm` is NixlConnector as it comes, but not on the one core to which it binds both engines; `vllm eased` has its
-busy threads put behind everything else besides, which is more than its operator can do. `nixl` is
-HybridNixlConnector as it comes: digests compared. `nixl unverified` compares none, as vLLM's
-does. `alone`: the same engine computes a prompt of the same length.
+Pairs: `vllm` is NixlConnector with its defaults, except that its engines are not bound to one core; in `vllm eased` its
+busy threads also get the lowest priority, which its operator cannot configure. `nixl` is HybridNixlConnector with its
+defaults: it compares digests. `nixl unverified` compares none, like vLLM's connector. `alone`: the same engine computes
+a prompt of the same length.
 
-Bytes and descriptors of a request are what each connector counts itself; beside them what the table of groups says, and
-what a transfer would be that takes every group for full attention.
+Each connector counts the bytes and descriptors of a request itself. The results also have the bytes by the table of
+groups, and the bytes of a transfer that handles every group as full attention.
 
-Models are random and small: `gemma3` has 5 windows of 64 tokens to each full attention in six layers, `gemma3-wide` 4
-groups of such six in pages of a size that people serve, `qwen3-next` recurrent groups. Not measured: a network, a GPU,
-more than one request at a time.
+Models are random and small: `gemma3` has six layers, 5 windows of 64 tokens and one full attention; `gemma3-wide` has 4
+times these layers, with pages of a usual size; `qwen3-next` has recurrent groups. Not measured: a network, a GPU,
+several requests at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WIDE_LAYERS = 24
 
 
 class Model(NamedTuple):
-    """A tiny model, and what is changed of it."""
+    """A tiny model, and arguments of its engine."""
 
     kind: str
     arguments: dict[str, Any]
@@ -75,7 +75,7 @@ def _ours(**extra: Any) -> Variant:
 
 
 def _theirs(are_spinners_last: bool) -> Variant:
-    # It would compare the paths of models, and each engine writes its own.
+    # The check would compare the paths of models, which differ between engines.
     extra = {"enforce_handshake_compat": False}
     transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
     return Variant(transfer, are_spinners_last)
@@ -90,7 +90,7 @@ VARIANTS = {
 
 
 def prompt_of(num_tokens: int, name: str) -> list[int]:
-    """Its name says which: numbers would not, since `Random` takes -1 for 1."""
+    """Random tokens, seeded by a name: `Random` gives -1 and 1 the same numbers."""
     return random.Random(name).choices(VOCABULARY, k=num_tokens)
 
 
@@ -98,7 +98,7 @@ def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, di
     pairs: dict[str, Pair] = {}
     try:
         for name in names:
-            # Two engines at a time are as many as start well on two cores.
+            # At most two engines start at a time, because the machines have two cores.
             pair = pairs[name] = Pair(model.kind, model.arguments, VARIANTS[name], directory / name.replace(" ", "-"))
             for each in pair.both:
                 each.wait_until_ready()
@@ -123,7 +123,7 @@ def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, di
 
 
 def rows(pairs: dict[str, Pair], found: dict[str, list[float]], num_tokens: int) -> dict[str, Any]:
-    """What was found, for each variant."""
+    """Results of each variant."""
     baselines = [name for name in found if name.startswith("vllm")]
     result: dict[str, Any] = {}
     for name, (first_s, *seconds) in found.items():
@@ -136,7 +136,7 @@ def rows(pairs: dict[str, Pair], found: dict[str, list[float]], num_tokens: int)
             consumer.wake()
             row |= {word: round(value / len(found[name]), 6) for word, value in consumer.ask("traffic").items()}
         result[name] = row
-    # The last token of the prompt is computed by whoever decodes.
+    # The decoding engine computes the last token of the prompt.
     return {"variants": result, "formula": consumer.ask("formula", num_tokens=num_tokens - 1)}
 
 
