@@ -2,22 +2,23 @@
 
     python bench/fleet_cost.py --traces FOLDER --json fleet_cost.json
 
-Real in it: the indexes of host memory and of the store, the search for a manifest, the assignment of chunks to packs,
-which manifests are written, and their bytes. A test compares its counts with those of the real tier over a directory.
+These parts are the real code: the indexes of host memory and of the store, the search for a manifest, the assignment of
+chunks to packs, the choice of manifests to write, and their bytes. A test compares the counts with those of the real
+tier over a directory.
 
-Modelled: requests arrive at the times of the trace. An engine computes at `--tokens-per-second` what was not found, and
+Modelled: requests arrive at the times of the trace. An engine computes missing tokens at `--tokens-per-second`, and
 stores after each step of 8,192 tokens; manifests are visible 0.2 s later. Each engine gets `--tokens-per-second` of
 prompts. The trace, or a sample of its conversations, is a part of that load; the rest, prompts that share nothing with
-it, only fills host memory. Round robin over a part of the load sends each request to a random engine. Affinity sends it
+it, only fills host memory. With round robin, each request goes to a random engine. Affinity sends it
 to the engine that served the longest part of its prefix, if that is at least half of the prompt.
 
 Not modelled: answers; the engine's own cache; disks; failures, retries and refusals of the store; renewals and expiry;
 budgets; time that requests wait for each other, for lookups or for reads; parts of a chunk; ranks (packs and range
-reads multiply by their number). All engines start empty, and a sample has few requests for each of 10,000 engines: what
-each engine reads once, such as a system prompt, counts too much there.
+reads multiply by their number). All engines start empty, and a sample has few requests for each of 10,000 engines: data
+that each engine reads once, such as a system prompt, counts too much there.
 
-`--burst` adds prompts with one new beginning of 4,096 tokens and an end of their own that arrive at random times in so
-many seconds, two for each engine.
+`--burst S` adds prompts with one common new beginning of 4,096 tokens and different ends, which arrive at random times
+within S seconds, two for each engine.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from hybridkv.cli.simulation.traces import CHARACTERS_PER_TOKEN, Trace, TraceReq
 
 GETS_PER_S: Final = 5500
 PUTS_PER_S: Final = 3500
-"""Requests a second that S3 documents for one prefix of a bucket."""
+"""Limit of requests per second that S3 documents for one prefix of a bucket."""
 EPOCH_CHECK_S: Final = 60
 CHUNK_TOKENS: Final = 128
 SHARED_CHUNKS, OWN_CHUNKS = 32, 4
-"""Chunks of a prompt of a burst."""
+"""Chunks of a prompt in a burst."""
 BURST_PER_ENGINE: Final = 2
 BURST_RAM_BYTES: Final = 2 << 30
-"""All prompts of an engine's burst fit, and so do the indexes of 10,000 engines."""
+"""Room for all prompts of an engine's burst, and for the indexes of 10,000 engines."""
 
 
 def read_timed(folder: Path) -> list[tuple[Trace, list[TimedRequest]]]:
-    """The traces, with the seconds since their start."""
+    """Reads the traces, with the seconds since their start."""
     files = {
         "conversation": ([folder / "mooncake_conversation_trace.jsonl"], 1e-3),
         "synthetic": ([folder / "mooncake_synthetic_trace.jsonl"], 1e-3),
@@ -69,7 +70,7 @@ def read_timed(folder: Path) -> list[tuple[Trace, list[TimedRequest]]]:
 
 
 def sample(requests: Sequence[TimedRequest], share: float) -> list[TimedRequest]:
-    """Whole conversations, about this share of all: those with equal second chunks go together."""
+    """A sample of whole conversations, about this share of all. Requests with equal second chunks stay together."""
     if share >= 1:
         return list(requests)
     rng = random.Random(1)
@@ -103,7 +104,7 @@ def burst(num_engines: int, seconds: float) -> list[TimedRequest]:
 
 
 def cost_of(counts: FleetCounts, kept_bytes: int, options: argparse.Namespace) -> dict[str, float]:
-    """Dollars in a million prompt tokens."""
+    """Dollars for a million prompt tokens."""
     millions = counts.total_tokens / 1e6
     return {
         "put": counts.puts / 1000 * options.put_price / millions,
@@ -118,7 +119,7 @@ def row_of(
     """Result of one run.
 
     `per_million` and `dollars` are of prompt tokens; `dollars_per_restored_million` of tokens that the store restored
-    and host memory would not have. `engines_for_one_prefix` reach what S3 documents for one prefix of a bucket.
+    and host memory would not have. `engines_for_one_prefix` reach S3's limit for one prefix of a bucket.
     """
     counts, kept_bytes = store.counts, store.kept_bytes
     millions = counts.total_tokens / 1e6
@@ -242,7 +243,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, required=True, help="folder with the public traces, see reuse_traces.py")
     parser.add_argument("--names", nargs="+", default=["conversation", "agents"], help="traces to run")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 100, 10_000])
-    parser.add_argument("--requests", type=int, default=1000, help="sample of at most about so many requests")
+    parser.add_argument("--requests", type=int, default=1000, help="approximate number of requests of the sample")
     parser.add_argument("--tokens-per-second", type=float, default=10_000.0, help="prompt tokens of each engine")
     parser.add_argument("--ram-gib", type=float, default=64.0, help="host memory of each engine")
     parser.add_argument("--full-bytes", type=int, default=36_864, help="full attention, bytes a token (gpt-oss 120B)")
@@ -251,7 +252,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--get-price", type=float, default=0.0004, help="dollars for 1,000 GET")
     parser.add_argument("--storage-price", type=float, default=0.023, help="dollars for a GB and month")
     parser.add_argument("--keep-days", type=float, default=3.0, help="days from the last write until objects expire")
-    parser.add_argument("--burst", type=float, help="also a burst over so many seconds")
+    parser.add_argument("--burst", type=float, help="also a burst of this many seconds")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 

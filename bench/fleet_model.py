@@ -36,7 +36,7 @@ FULL, WINDOW = b"f" * TAG_BYTES, b"w" * TAG_BYTES
 NAMESPACE: Final = namespace_of("simulated", 0)
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 FILLERS: Final = 64
-"""Parts of host memory that other load fills at one time."""
+"""Parts of host memory that other load fills at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class SimulatedClient:
         store.write(prefix, path, num_bytes)
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Nothing: renewals are not modelled."""
+        """Does nothing: renewals are not modelled."""
 
     def take_counts(self) -> StoreCounts:
         return StoreCounts()
@@ -225,7 +225,7 @@ class SimulatedClient:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 def count_reads(slots: Iterable[ObjectSlot]) -> Counter[str]:
@@ -248,7 +248,7 @@ def simulated_index(store: SimulatedStore, options: ObjectOptions, clock: Callab
 
 
 class Prompt:
-    """Keys of a prompt. A trace's chunk is as many chunks as it is larger."""
+    """Keys of a prompt. A chunk of the trace is split into chunks of the fleet."""
 
     def __init__(self, request: TraceRequest, settings: FleetSettings, split: int) -> None:
         prefixes = [_prefix(number, part) for number in request.chunks for part in range(split)]
@@ -296,7 +296,7 @@ class SimulatedEngine:
         self._numbers = itertools.count()
 
     def fill(self, bytes_per_s: float) -> None:
-        """Other load takes host memory since the last call."""
+        """Fills host memory with the other load since the last call."""
         now_s = self._clock()
         room = self._settings.ram_bytes
         piece = room // FILLERS
@@ -360,7 +360,7 @@ class SimulatedEngine:
         return resumed, met
 
     def store(self, prompt: Prompt, first: int, stop: int, met: Sequence[Key]) -> list[Key]:
-        """End a step: keep its chunks in host memory, and send to the store what the policy wants. Returns the keys
+        """End a step: keep its chunks in host memory, and send chunks to the store by the policy. Returns the keys
         that `commit` must end.
 
         Args:
@@ -397,7 +397,7 @@ class SimulatedEngine:
         return sent
 
     def commit(self, keys: Sequence[Key]) -> None:
-        """The packs are written."""
+        """End the stores of written packs."""
         for key in keys:
             self.index.commit(key)
 

@@ -2,8 +2,8 @@
 
     tools/bazel run //bench:fleet_ttft -- [--models NAME...] [--tokens N] [--rounds N] [--json FILE]
 
-In each round a first engine computes a new prompt; it stores the prompt in an object store, a directory, and serves it
-to peers. Three other engines get the same prompt, with one output token. Measured are the seconds from the request to
+In each round a first engine computes a new prompt, stores it in an object store in a directory, and serves it to
+peers. Three other engines get the same prompt, with one output token. Measured are the seconds from the request to
 that token, at an idle engine:
 - `recompute`: another new prompt, without the connector.
 - `object`: from the object store. `own`: the same prompt again, from the engine's own prefix cache. `ram`: once more,
@@ -34,11 +34,11 @@ from told_process import ToldProcess
 
 PLACES = ("own", "ram", "disk", "peer", "object", "recompute")
 LOOKUP_TIMEOUT_S = 5.0
-"""A slow machine is no reason for a miss."""
+"""Long, because a slow machine must not cause a miss."""
 
 
 def free_port() -> int:
-    """A port of the loopback on which nothing listened a moment ago."""
+    """A free port of the loopback."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -99,7 +99,7 @@ def measure(model: Model, num_tokens: int, num_rounds: int, num_threads: int) ->
 
 
 def row(rounds: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any]:
-    """Milliseconds, hits, bytes, and how many times as fast as computing."""
+    """Milliseconds, hits, bytes, and the time of computing over this time."""
     return {
         "ms": round(statistics.median(each[place]["seconds"] for each in rounds) * 1e3, 1),
         "recompute over it": spread([each["recompute"]["seconds"] / each[place]["seconds"] for each in rounds]),

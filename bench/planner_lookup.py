@@ -1,28 +1,28 @@
-"""`longest_hit` as the connector calls it, and `plan_load`, against vLLM's own offloading lookup, in one process.
+"""`longest_hit` and `plan_load` as in the connector, compared with vLLM's own offloading lookup, in one process.
 
-What runs on vLLM's side: the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), one block
-a chunk, as it comes: `get_num_new_matched_tokens`, and `update_state_after_alloc` for the whole hit (`load`).
+vLLM's side runs the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), with its default of
+one block in a chunk: `get_num_new_matched_tokens`, and `update_state_after_alloc` for the whole hit (`load`).
 
-What runs on ours: `longest_hit` over the connector's `TierLookup`, with the keys of `ChunkKeys`, in a `TierStack` of
-one `RamIndex`, in the chunk that the connector chooses by itself ("auto"); `plan_load` with a pin of every key
-(`load`); and where it is said, the connector's `OffloadScheduler.matched_tokens` around the search.
+Our side runs `longest_hit` over the connector's `TierLookup`, with the keys of `ChunkKeys`, in a `TierStack` of one
+`RamIndex`, with the connector's own choice of the chunk ("auto"); `plan_load` with a pin of every key (`load`); and,
+for the measurements named so, the connector's `OffloadScheduler.matched_tokens`, which contains the search.
 
-- `first`: the first lookup of a request, deriving its keys included. `connector first` is `matched_tokens` of a request
-  that it has not seen before; vLLM was told of its request off the clock (`on_new_request`).
-- `again`: `matched_tokens` once more, for a request that waits, with nothing changed in the tier. vLLM looks up again;
-  the connector compares what may have changed and repeats its answer.
-- `search again`: the search itself once more, as when the tier has changed. Nothing is reused but the request's keys.
-  Its ratio is to the same lookup of vLLM's as that of `again`.
-- `step`: the first lookup of a request of which the engine holds all but the last 16 chunks; and, ours alone, `grow`:
-  the keys of all groups for one more chunk. What ours cost must not depend on the tokens before.
-- `clock`: nothing at all. Every figure includes it.
+- `first`: the first lookup of a request, with the derivation of its keys. `connector first` is `matched_tokens` of a
+  new request; vLLM's `on_new_request` was called before, and is not measured.
+- `again`: a second `matched_tokens`, for a waiting request, without a change in the tier. vLLM looks up again; the
+  connector checks for changes and repeats its answer.
+- `search again`: a second search, as after a change in the tier. It reuses only the request's keys. Its ratio is to the
+  same lookup of vLLM as that of `again`.
+- `step`: the first lookup of a request if the engine holds all but its last 16 chunks; and, only for ours, `grow`: the
+  keys of all groups for one more chunk. Our time must not depend on the number of earlier tokens.
+- `clock`: an empty measurement. Every figure includes it.
 
-The goal is judged by `first` and `again`.
+`first` and `again` decide whether the goal is met.
 
-Not measured on either side: hashing tokens and metrics. Requests are plain objects with the attributes that are read,
-block hashes are random bytes: neither side looks into them. Times are CPU time of the thread, medians of `--rounds`,
-variants interleaved; each side looks up once off the clock before its turn, so that neither pays for the caches that
-the other has filled.
+Not measured on either side: token hashes and metrics. Requests are plain objects with the attributes that are read, and
+block hashes are random bytes, which neither side interprets. Times are CPU time of the thread, medians of `--rounds`,
+with alternating variants. Each side does one lookup before it is measured, so that no side pays for caches that the
+other has filled.
 
     python bench/planner_lookup.py --json planner_lookup.json
 """
@@ -66,7 +66,7 @@ from hybridkv.tiers.stack import TierStack
 
 GRANULE_BYTES = 64
 PAGE_BYTES = 32768
-"""Of each group's block. No page is there: how long chunks are says into how many granules they go."""
+"""Page bytes of each group's block. No page exists: the size only gives the number of granules of a chunk."""
 STEP_CHUNKS = 16
 GOAL = 10
 GOAL_TOKENS = 131072
@@ -85,7 +85,7 @@ PRESETS = {
 }
 HASH_TOKENS = {"llama": 16, "gptoss": 16, "gemma3": 16, "qwen3next": 544, "dsv4": 4}
 SCENARIOS = ("miss", "full", "no_state")
-"""Nothing stored; everything; the full group alone, its states and windows missing."""
+"""No chunk is stored; all chunks; only those of the full group, without states and windows."""
 
 
 def is_stored(scenario: str, group: GroupSpec) -> bool:
@@ -93,7 +93,7 @@ def is_stored(scenario: str, group: GroupSpec) -> bool:
 
 
 def make_layout(preset: str) -> CacheLayout:
-    """What `resolve_layout` makes of such a model; only which layers there are is made up."""
+    """The result of `resolve_layout` for such a model, with invented layers."""
     groups = PRESETS[preset]
     unit = chunk_unit(groups)
     recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
@@ -114,14 +114,14 @@ def make_layout(preset: str) -> CacheLayout:
 def open_scheduler(
     layout: CacheLayout, keys: ChunkKeys, stack: TierStack, metrics: ConnectorMetrics
 ) -> OffloadScheduler:
-    """The connector's scheduler half over these tiers."""
+    """Creates the connector's scheduler half over these tiers."""
     deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
     identity = Identity(keys, Adapters(keys, 0))
     return OffloadScheduler(layout, identity, stack, LoadAdmission(layout.spec, 2048), deadlines, metrics)
 
 
 class Ours:
-    """The connector's lookup over a tier with what one scenario stores."""
+    """The connector's lookup over a tier with the chunks of one scenario."""
 
     def __init__(self, preset: str, num_tokens: int, hashes: list[bytes], scenario: str) -> None:
         self.layout = make_layout(preset)
@@ -143,8 +143,8 @@ class Ours:
     def new_request(self) -> Any:
         return SimpleNamespace(request_id=str(next(self._ids)), num_tokens=self.num_tokens, block_hashes=self.hashes)
 
-    def ask(self, request: Any) -> int:
-        """What the engine asks of the connector."""
+    def match(self, request: Any) -> int:
+        """The connector's answer to the engine."""
         return self.scheduler.matched_tokens(request, 0) or 0
 
     def end(self, request: Any) -> None:
@@ -163,14 +163,14 @@ class Ours:
         return found.num_tokens - computed_tokens if isinstance(found, Hit) else 0
 
     def grow(self, keys: RequestKeys) -> None:
-        """The keys of the last chunk, for a request that has all those before."""
+        """Derives the keys of the last chunk, for a request that has all earlier keys."""
         last = self.num_chunks * self.spec.chunk_tokens
         keys.follow(self.hashes)
         for group_index in range(len(self.spec.groups)):
             keys.key(group_index, last)
 
     def load(self, keys: RequestKeys, blocks: Any, num_tokens: int) -> list[bytes]:
-        """Keys that were pinned."""
+        """Plans the load and pins its keys. Returns them."""
         table = [[0 if b.is_null else b.block_id for b in group] for group in blocks.blocks]
         pinned = []
         for transfer in plan_load(self.spec, num_tokens, 0, table):
@@ -181,7 +181,7 @@ class Ours:
 
 
 class Everything:
-    """A tier that holds all and answers at once: what is left is the planner's own."""
+    """A tier that holds all chunks and answers at once, so only the planner's time is measured."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -224,7 +224,7 @@ def measure(preset: str, num_tokens: int, scenario: str, rounds: int) -> dict[st
     hits: dict[str, int] = {}
     gc.disable()
     for number in range(rounds):
-        # In turns, so that either finds the caches as warm as the other.
+        # The order alternates, so that the caches are equally warm for both sides.
         sides = [lambda: run_upstream(upstream, clock, hits, ours.step_start), lambda: run_ours(ours, clock, hits)]
         for side in sides if number % 2 else reversed(sides):
             side()
@@ -253,15 +253,15 @@ def run_upstream(upstream: Upstream, clock: Clock, hits: dict[str, int], compute
 def run_ours(ours: Ours, clock: Clock, hits: dict[str, int]) -> None:
     warming = ours.new_request()
     for _ in range(2):
-        ours.ask(warming)
+        ours.match(warming)
     ours.end(warming)
     ours.search(ours.first()[0])
     keys, found = clock.time("first", ours.first)
     hits["ours"] = found
     assert clock.time("search again", ours.search, keys) == found
     request = ours.new_request()
-    assert clock.time("connector first", ours.ask, request) == found
-    assert clock.time("again", ours.ask, request) == found
+    assert clock.time("connector first", ours.match, request) == found
+    assert clock.time("again", ours.match, request) == found
     ours.end(request)
     if found:
         for key in clock.time("load", ours.load, keys, allocated_blocks(ours.spec.groups, found), found):
@@ -275,7 +275,7 @@ def run_ours(ours: Ours, clock: Clock, hits: dict[str, int]) -> None:
         growing.between(group_index, ours.num_chunks - STEP_CHUNKS, ours.num_chunks - 1)
     clock.time("grow", ours.grow, growing)
     clock.time("clock", int)
-    # The floors of `first` and `search again` for a full prefix: its keys and the tier's answers, with nothing around.
+    # Lower limits of `first` and `search again` for a full prefix: only its keys and the tier's answers.
     full = next(i for i, group in enumerate(ours.spec.groups) if group.kind is GroupKind.FULL)
     ends = range(chunk, ours.num_chunks * chunk + 1, chunk)
     made = clock.time("of which keys", ours.keys.keys, full, ours.hashes, ends)
@@ -295,11 +295,11 @@ def ratios(us: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="longest_hit and plan_load against vLLM's offloading lookup")
+    parser = argparse.ArgumentParser(description="longest_hit and plan_load compared with vLLM's lookup")
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, GOAL_TOKENS, 1048576])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", default="planner_lookup.json", help="where the figures go")
+    parser.add_argument("--json", default="planner_lookup.json", help="file for the figures")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     results = []
@@ -308,7 +308,7 @@ def main() -> None:
             for scenario in SCENARIOS:
                 if scenario == "no_state" and len(PRESETS[preset]) == 1:
                     continue
-                # One token more than whole chunks, so that the last one can be part of the hit on both sides.
+                # Whole chunks plus one token, so that the last chunk can be part of the hit on both sides.
                 chunk = make_layout(preset).spec.chunk_tokens
                 num_tokens = max(asked_tokens // chunk, STEP_CHUNKS + 1) * chunk + 1
                 result = measure(preset, num_tokens, scenario, arguments.rounds)
@@ -324,7 +324,7 @@ def main() -> None:
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Prints which lookups miss the goal, and what a step costs at each length."""
+    """Prints the lookups that miss the goal, and the time of a step at each length."""
     under = {}
     for result in results:
         for name in ("first", "again"):

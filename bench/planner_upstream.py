@@ -1,6 +1,6 @@
 """vLLM's own offloading scheduler, set up without an engine, for benchmarks that compare with it.
 
-Written against vLLM 0.32. What it is given beside real classes are plain objects with the attributes that it reads.
+Written for vLLM 0.32. Its arguments are real classes, or plain objects with the attributes that it reads.
 """
 
 from itertools import count, repeat
@@ -15,7 +15,7 @@ class Upstream:
 
     Args:
         groups: the model's groups.
-        stored: for each group, whether its whole prefix is stored or nothing of it.
+        stored: for each group, True if its whole prefix is stored, False if no chunk is.
         num_tokens: tokens of every request.
         hashes: block hashes of every request, one for each `hash_tokens`.
         hash_tokens: tokens in a block of the hashes.
@@ -66,7 +66,7 @@ class Upstream:
 def open_upstream(
     groups: tuple[GroupSpec, ...], hash_tokens: int, num_chunks: int, blocks_per_chunk: int = 1
 ) -> tuple[Any, Any]:
-    """vLLM's scheduler half and its LRU manager with room for so many chunks, each of so many blocks of its group."""
+    """vLLM's scheduler half, and its LRU manager with room for `num_chunks` of `blocks_per_chunk` blocks of a group."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -92,7 +92,7 @@ def open_upstream(
 def offload_keys(
     groups: tuple[GroupSpec, ...], index: int, hashes: list[bytes], hash_tokens: int, blocks_per_chunk: int = 1
 ) -> list[Any]:
-    """vLLM's keys of a group, of all chunks that these hashes fill."""
+    """vLLM's keys of a group for all whole chunks of these hashes."""
     from vllm.v1.kv_offload.base import make_offload_key
 
     step = groups[index].block_tokens * blocks_per_chunk // hash_tokens
@@ -100,7 +100,7 @@ def offload_keys(
 
 
 def fill_upstream(manager: Any, keys: list[Any]) -> None:
-    """Stores these, as far as the manager has room."""
+    """Stores these keys, up to the capacity of the manager."""
     from vllm.v1.kv_offload.base import ReqContext
 
     context = ReqContext(req_id="writer")
@@ -135,7 +135,7 @@ def _kv_cache_config(groups: tuple[GroupSpec, ...]) -> Any:
 
 
 def allocated_blocks(groups: tuple[GroupSpec, ...], num_tokens: int) -> Any:
-    """What the engine hands over for a load: real block objects, null where nothing is read."""
+    """The engine's blocks for a load: real block objects, null for blocks that are not read."""
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     null, ids = KVCacheBlock(0), count(1)

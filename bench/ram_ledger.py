@@ -1,11 +1,11 @@
-"""What the index of host memory costs a key: time of a call on many keys, and memory.
+"""Cost of a key in the index of host memory: time of calls on many keys, and memory.
 
-What is measured: CPU time of the calling thread for calls on 1,024 keys of 48 bytes, while a million are held, each
-call on others than the one before, so that nothing of them is in a cache; and how much more memory a process of its own
-has when so many are held, and when as many again were stored since, each of which evicted one. `pin_all` and
-`reserve_all` make a slot of Python's for each key. Chunks are of 20 granules.
+Measures CPU time of the calling thread for calls on 1,024 keys of 48 bytes in an index of a million keys. Each call
+uses other keys than the previous one, so no key is in a cache. Also measures the memory of a separate process with such
+an index, when it is full, and after as many further keys were stored, each of which evicted one. `pin_all` and
+`reserve_all` create a Python slot for each key. A chunk has 20 granules.
 
-What is not: making keys, and copying chunks.
+Not measured: creating keys, and copying chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def resident_bytes() -> int:
 
 
 def filled(count: int) -> RamIndex:
-    """An index of committed keys that nobody but itself keeps, with room for one more."""
+    """An index of `count` committed keys, with room for one more. No other object holds the keys."""
     index = RamIndex((count + 1) * CHUNK_BYTES, GRANULE_BYTES, CHUNK_BYTES)
     for first in range(0, count, KEYS_A_CALL):
         keys = [key_of(number) for number in range(first, min(first + KEYS_A_CALL, count))]
@@ -51,7 +51,7 @@ def filled(count: int) -> RamIndex:
 
 
 def bytes_a_key(count: int) -> dict[str, float]:
-    """In this process, which has done nothing else: when it is full, and when as many again have pushed those out."""
+    """Memory of a key in a full index, and after all keys were replaced. Needs a process that has done nothing else."""
     before = resident_bytes()
     index = filled(count)
     assert index.num_keys == count
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", choices=("time", "memory"), help="one part in this process")
+    parser.add_argument("--measure", choices=("time", "memory"), help="measure one part in this process")
     options = parser.parse_args()
     if options.measure:
         part = ns_a_key if options.measure == "time" else bytes_a_key
@@ -120,8 +120,8 @@ def main() -> None:
         print(f"{name:24} {nanoseconds:12.1f} ns")
     if options.json:
         about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-        told = about | {"records": options.records, "measured": measured}
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        result = about | {"records": options.records, "measured": measured}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,39 +1,39 @@
-"""The whole life of a request as the scheduler's thread pays for it, beside vLLM's own offloading, in one process.
+"""Cost of the whole life of a request to the scheduler's thread, compared with vLLM's own offloading, in one process.
 
-What runs on vLLM's side: the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), once with
-as many blocks to a chunk as ours has of full attention (`vllm chunk`) and once as it comes, with one (`vllm default`).
-On ours: the connector's `OffloadScheduler` over a `TierStack` of one `RamIndex`, in the chunk that the connector
-chooses by itself. Both have vLLM's real `BlockPool`, tables as its manager keeps them, and its real `SchedulerOutput`s
-(`life_engine.py`); a worker's part is to say, a step later, that what was planned is done.
+vLLM's side runs the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), once with as many
+blocks in a chunk as our chunks have of full attention (`vllm chunk`) and once with its default of one (`vllm default`).
+Our side runs the connector's `OffloadScheduler` over a `TierStack` of one `RamIndex`, with the connector's own choice
+of the chunk. Both have vLLM's real `BlockPool`, tables as in its manager, and its real `SchedulerOutput`s
+(`life_engine.py`). A worker only reports, one step later, that the planned work is done.
 
-A life, and its parts:
+The parts of a life:
 - `begin` on_new_request; `lookup` get_num_new_matched_tokens; `allocation` update_state_after_alloc; `sources`
-  get_external_cache_hit_sources, which the engine asks for its counters (one tier answers for all of ours);
-- `load plan` build_connector_meta while the request waits; `load end` update_connector_output with the load's end;
-- `first step` update_state_after_alloc once more and build_connector_meta of the first step behind a hit; `prefill`
+  get_external_cache_hit_sources, for the engine's counters (nothing for our single tier);
+- `load plan` build_connector_meta while the request waits; `load end` update_connector_output with the end of the load;
+- `first step` the second update_state_after_alloc, and build_connector_meta of the first step after a hit; `prefill`
   build_connector_meta of the other steps of up to 8,192 tokens; `decode` of steps with one token each;
-- `step end` update_connector_output of all other steps, stores' ends among them; `report` the counters and events that
-  the engine takes in each step; `finish` request_finished, and the two steps behind it.
+- `step end` update_connector_output of all other steps, including the ends of stores; `report` the counters and events
+  that the engine reads in each step; `finish` request_finished, and the two steps after it.
 
-Judged are the total and the worst single step: all calls between one build_connector_meta and the next, each call in
-the step in which the engine makes it.
+The goals are for the total and for the worst single step. A step has all calls between one build_connector_meta and the
+next, each call in the step in which the engine makes it.
 
-Scenarios: `miss`, `half` of the prompt stored, `full`. The tier is full at all times, with another prompt where there
-is none of this one, so whatever is stored evicts. Both store what a prompt leaves; vLLM's default stores no answers.
+Scenarios: `miss`, `half` of the prompt stored, `full`. The tier is always full, if necessary with another prompt, so
+every store evicts. Both sides store new prompts; vLLM's default stores no answers.
 
-Besides: `running` requests at one length, all decoding, per step (not beside `vllm default`, which takes minutes to set
-up); `abort` of a request whose load is on its way; `preemption` of one that decodes, until it decodes again; what a
-plan costs to `encode` and to decode (pickle, as it travels to workers) and its size; and of Python's garbage collector
-the pause for all that `running` requests and the tier keep, and what it took of one life with the collector on, frozen
-at the start as vLLM does.
+Further measurements: a step of `running` requests of one length that all decode (not with `vllm default`, which needs
+minutes to start); `abort` of a request during its load; `preemption` of a decoding request, until it decodes again; the
+time to `encode` and to decode a plan (with pickle, as for workers) and its size; and, of Python's garbage collector,
+the pause for all objects of the `running` requests and the tier, and its time in one life with the collector on, frozen
+at the start as in vLLM.
 
-Not measured on either side: hashing, blocks and tables of the engine's own, workers. Requests have the attributes that
-are read; block hashes are random bytes. Times are CPU time of the thread, medians of `--rounds`, sides in turns, after
-one round off the clock. The collector is off but where it is measured.
+Not measured on either side: hashing, the engine's own blocks and tables, workers. Requests have the attributes that are
+read; block hashes are random bytes. Times are CPU time of the thread, medians of `--rounds` with alternating sides,
+after one round that is not counted. The collector is off except where it is measured.
 
     python bench/request_life.py --json request_life.json
 
-A run of some cases replaces those in the file and leaves the others.
+A run of some cases replaces these in the file and keeps the others.
 """
 
 import argparse
@@ -58,13 +58,13 @@ TOKENS = (8192, 131072, 1048576)
 RUNNING_TOKENS = 131072
 DECODED_TOKENS = 32
 STAGGER_TOKENS = 16
-"""Requests that run together are this many tokens apart at most, so that each step begins some blocks."""
+"""Limit for the difference in tokens of concurrent requests, so that some begin a block in each step."""
 ROUNDS = {8192: 9, 131072: 5}
-"""More for short ones."""
+"""More rounds for short prompts; 3 for all others."""
 
 
 def measure_lives(prompts: Prompts, rounds: int) -> dict[str, Any]:
-    """Whole lives, in turns."""
+    """Measures whole lives. The sides alternate."""
     sides = {name: prompts.open(name) for name in prompts.side_names}
     bills: dict[str, list[Bill]] = {name: [] for name in sides}
     gc.collect()
@@ -80,9 +80,9 @@ def measure_lives(prompts: Prompts, rounds: int) -> dict[str, Any]:
 
 
 def summary(bills: list[Bill]) -> dict[str, Any]:
-    """Medians of lives that did the same."""
+    """Medians of lives with equal hits and work."""
     parts = dict.fromkeys(part for bill in bills for part in bill.us)
-    assert len({(bill.hit_tokens, bill.work) for bill in bills}) == 1, "lives differ in what they did"
+    assert len({(bill.hit_tokens, bill.work) for bill in bills}) == 1, "lives differ in hits or work"
     return {
         "us": {part: statistics.median(bill.us.get(part, 0.0) for bill in bills) for part in parts},
         "total_us": statistics.median(bill.total_us for bill in bills),
@@ -94,7 +94,7 @@ def summary(bills: list[Bill]) -> dict[str, Any]:
 
 
 def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str, float]:
-    """Requests that all decode: a step, and a pause of the collector for all that is kept of them and of the tier."""
+    """Measures a step of requests that all decode, and a pause of the collector with their objects and the tier's."""
     gc.collect()
     gc.freeze()
     side = prompts.open(name, num_requests)
@@ -104,7 +104,7 @@ def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str,
     for number in range(num_requests):
         request = prompts.request(hashes, number % STAGGER_TOKENS)
         found = driver.begin(request)
-        assert found == prompts.hit_tokens, "what the others stored has pushed out what they all hit"
+        assert found == prompts.hit_tokens, "the stores of other requests evicted the common prefix"
         driver.load(request, found)
         if requests:
             side.engine.share(request, requests[0])
@@ -125,12 +125,12 @@ def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str,
 
 
 def measure_besides(prompts: Prompts, name: str) -> dict[str, Any]:
-    """An abort, a preemption, a plan on its way, and a life with the collector on."""
+    """Measures an abort, a preemption, the encoding of a plan, and a life with the collector on."""
     side = prompts.open(name)
     driver, hashes = Driver(side, Bill(keeps_plans=True)), prompts.next_hashes()
     gc.collect()
     gc.disable()
-    for _ in range(2):  # the first one off the clock
+    for _ in range(2):  # the first one is not counted
         request = prompts.request(hashes)
         driver.load(request, driver.begin(request))
         plan = driver.bill.plans[-2]
@@ -163,7 +163,7 @@ def measure_besides(prompts: Prompts, name: str) -> dict[str, Any]:
 
 
 def measure_collector(prompts: Prompts, side: Side, hashes: list[bytes]) -> dict[str, float]:
-    """What Python's collector took of one life."""
+    """Time of Python's collector in one life."""
     pauses_us: list[float] = []
 
     def watch(phase: str, info: dict[str, int]) -> None:
@@ -229,7 +229,7 @@ def measure_preset(preset: str, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def save(path: Path, preset: str, found: dict[str, Any]) -> None:
-    """Into the file, in place of what it has of the same cases, beside all others."""
+    """Writes the results to the file. Replaces the same cases, and keeps all others."""
     known = json.loads(path.read_text()) if path.exists() else {}
     of_preset = known.setdefault("presets", {}).setdefault(preset, {"lives": []})
     new = {(life["asked_tokens"], life["scenario"]) for life in found["lives"]}
@@ -246,14 +246,14 @@ def save(path: Path, preset: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="whole lives of requests beside vLLM's offloading scheduler")
+    parser = argparse.ArgumentParser(description="lives of requests compared with vLLM")
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
-    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="none: no lives")
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="empty: no lives")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--rounds", type=int, default=0, help="of each case; 0: 9, 5 and 3, fewer for longer prompts")
-    parser.add_argument("--running", type=int, default=256, help="requests that decode together; 0: leave that out")
+    parser.add_argument("--rounds", type=int, default=0, help="for each case; 0: 9, 5 and 3, fewer for longer prompts")
+    parser.add_argument("--running", type=int, default=256, help="requests that decode concurrently; 0: skip this")
     parser.add_argument("--running-tokens", type=int, default=RUNNING_TOKENS)
-    parser.add_argument("--json", type=Path, default=Path("request_life.json"), help="where the figures go")
+    parser.add_argument("--json", type=Path, default=Path("request_life.json"), help="file for the figures")
     arguments = parser.parse_args()
     for preset in arguments.presets:
         save(arguments.json, preset, measure_preset(preset, arguments))

@@ -1,8 +1,8 @@
-"""Estimated reuse beside an exact simulation: hit rates of public traces by size of the store, and time.
+"""Estimated reuse compared with an exact simulation: hit rates of public traces by size of the store, and time.
 
     python bench/reuse_estimate.py FOLDER
 
-FOLDER as of `reuse_traces.py`. A store of size 1 holds a tenth of everything that the trace stores. "attention": every
+FOLDER is that of `reuse_traces.py`. A store of size 1 holds a tenth of all chunks of the trace. "attention": every
 boundary can be resumed; "states": only the ends of prompts.
 """
 
@@ -25,7 +25,7 @@ MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 
 
 def estimate(trace: Trace, capacity: int, *, has_states: bool) -> tuple[ReuseReport, float]:
-    """The report, and microseconds for each chunk of a request."""
+    """Returns the report, and microseconds for each chunk of a request."""
     chunk = trace.chunk_tokens
     state_bytes = COSTS.state_chunks * chunk if has_states else 0
     estimator = ReuseEstimator(capacity * chunk, chunk, chunk, state_bytes)

@@ -1,4 +1,4 @@
-"""Traces that figures are recorded for, parts of them, and traces that are made up."""
+"""The traces of the recorded figures, parts of them, and synthetic traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridkv.cli.simulation.traces import Trace, chained, read_agents, read_moo
 
 
 class Part(enum.StrEnum):
-    """What of a trace is run, by itself: with a store that is empty, and a planner that has learned nothing."""
+    """A part of a trace. It is run alone, with an empty store and a new planner."""
 
     WHOLE = "whole"
     FIRST = "first half"
@@ -26,16 +26,16 @@ def part_of(trace: Trace, part: Part) -> Trace:
 
 
 def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: int, chunk_tokens: int = 128) -> Trace:
-    """Conversations in turn, with answers.
+    """Conversations with answers, turn by turn.
 
     Args:
-        num: of conversations.
-        turns: of each.
-        first: tokens of what a user says first.
-        more: tokens of what a user says later.
+        num: number of conversations.
+        turns: turns of each conversation.
+        first: tokens of a user's first message.
+        more: tokens of a user's later messages.
         answer: tokens of an answer.
-        keeps: of these, the last ones, that stay in the history: fewer where a model's reasoning is dropped.
-        chunk_tokens: of a chunk.
+        keeps: last tokens of an answer that stay in the history; fewer if a model's reasoning is dropped.
+        chunk_tokens: tokens of a chunk.
     """
     histories: list[list[int]] = [[] for _ in range(num)]
     fresh, contents = count(), []
@@ -53,7 +53,7 @@ def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: in
 
 
 def read_all(folder: Path) -> list[Trace]:
-    """The three traces that figures are recorded for."""
+    """The three traces of the recorded figures."""
     return [
         read_mooncake(folder / "mooncake_conversation_trace.jsonl", "conversation"),
         read_mooncake(folder / "mooncake_synthetic_trace.jsonl", "synthetic"),

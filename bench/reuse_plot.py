@@ -1,4 +1,4 @@
-"""Draws what `reuse_traces.py` found, as one SVG: a panel for each trace, hit rates over the size of the store."""
+"""Draws the results of `reuse_traces.py` as one SVG: a panel for each trace, hit rates over the size of the store."""
 
 from __future__ import annotations
 

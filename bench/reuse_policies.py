@@ -11,19 +11,19 @@ from hybridkv.cli.simulation.store import CostModel, Moment
 from hybridkv.cli.simulation.traces import Trace
 
 MAX_FUTURES = 64
-"""Later requests that hindsight looks at for one prompt."""
+"""Limit for the later requests that hindsight uses for one prompt."""
 MAX_HINDSIGHT_STOPS = 32
 
 
 class Junctions(PromptEnds):
-    """And a state where the store holds all attention and no state."""
+    """Also a state at the end of the stored attention if it has no state."""
 
     def stops(self, moment: Moment) -> Sequence[int]:
         return (moment.held,)
 
 
 class Ladder(PromptEnds):
-    """And one every so many chunks."""
+    """Also a state every `chunks` chunks."""
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
@@ -33,14 +33,17 @@ class Ladder(PromptEnds):
 
 
 class Hindsight:
-    """Knows which later requests part from a prompt, and places states for those by dynamic programming.
+    """Places states for the later requests that branch from a prompt, by dynamic programming over the whole trace.
 
-    A later request counts for a prompt if it comes before the store would have been stored anew, and if the prompt is
-    the last before it on the path to where it parts, or the last before one that counts.
+    A later request counts for a prompt if it comes before the whole store would have been replaced, and if the prompt
+    is the last earlier one on the path to its branch, or the last one before a request that counts.
 
     Args:
-        price_chunks: what a state must save to be placed.
-        with_all_ends: the states of all prompts' ends are kept, as by everybody else; or those alone that are of use.
+        trace: the whole trace.
+        capacity_chunks: size of the store.
+        costs: the cost model.
+        price_chunks: least saving for which a state is placed, in chunks.
+        with_all_ends: True keeps the states of all prompt ends, as the other policies do; False only the used ones.
     """
 
     def __init__(
@@ -53,19 +56,19 @@ class Hindsight:
 
     def stops(self, moment: Moment) -> Sequence[int]:
         counts: dict[int, float] = {}
-        for depth in self._partings(moment.number):
+        for depth in self._branch_depths(moment.number):
             if moment.resumed < depth < moment.end:
                 counts[depth] = counts.get(depth, 0.0) + 1.0
         return optimal_stops(sorted(counts.items()), moment.resumed, MAX_HINDSIGHT_STOPS, self._price)
 
     def keeps_end(self, moment: Moment) -> bool:
-        return self._with_all_ends or any(depth >= moment.end for depth in self._partings(moment.number))
+        return self._with_all_ends or any(depth >= moment.end for depth in self._branch_depths(moment.number))
 
     def keeps_answer(self, moment: Moment) -> bool:
         return False
 
-    def _partings(self, number: int) -> list[int]:
-        """How deep later requests share this prompt."""
+    def _branch_depths(self, number: int) -> list[int]:
+        """Shared chunks of later requests with this prompt."""
         found: list[int] = []
         waiting = [(number, 1 << 62)]
         until = self._stored_before[number] + self._horizon
@@ -79,8 +82,8 @@ class Hindsight:
 
 
 def _futures(trace: Trace, costs: CostModel) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Of each request the later ones that part from it before from any other, and how deep; and what had been stored
-    before it, were there no bound."""
+    """For each request, the later requests with it as the last earlier request at their branch, and the depths of these
+    branches; and the chunks stored before it in an unlimited store."""
     last: dict[int, int] = {}
     futures: list[list[tuple[int, int]]] = [[] for _ in trace.requests]
     stored, stored_before = 0, []

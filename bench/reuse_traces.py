@@ -1,20 +1,20 @@
 """Hit rates of hybrid models on public traces, by where recurrent states are placed: planner and index, no engine.
 
-Seven ways, over stores of 5, 10, 30 and 100 % of what a trace stores today without a bound (its attention, and a
-state at each prompt's end):
-- `ends`: the state of each prompt's end, which is what an engine hands over by itself;
-- `junctions`: and one where the store holds all attention and no state;
-- `ladder`: and one every 8 chunks;
-- `budgeted`: the planner's, `hybridkv.planner.checkpoints`, told what a connector knows and not more;
-- `optimal`: the best stops for whoever knows which later requests part where, by dynamic programming, with the price of
-  a state that serves the whole trace best. `optimal_free` also leaves out the ends to which nobody comes back;
-- `attention`: as if attention were all that a model has: no placement can do better with as many bytes.
+Seven policies, with stores of 5, 10, 30 and 100 % of the chunks of a trace without a limit (its attention, and a state
+at the end of each prompt):
+- `ends`: the state at the end of each prompt, which an engine provides without stops;
+- `junctions`: also one at the end of the stored attention if it has no state;
+- `ladder`: also one every 8 chunks;
+- `budgeted`: the planner's, `hybridkv.planner.checkpoints`, with only the information of a connector;
+- `optimal`: the best stops if all later requests are known, by dynamic programming, with the price of a state that is
+  best for the whole trace. `optimal_free` also omits the ends of prompts that no later request uses;
+- `attention`: as if the model had only attention: the upper limit for every placement with as many bytes.
 
 Cost model: a state is as large as 4 chunks of attention (Qwen3-Next with chunks of 512 tokens), one more step costs as
 much as 64 tokens of prefill (5 ms at 12,800 tokens a second). Requests come one after the other; answers are not
-modelled. Nothing is random: there is no seed. `--variants` also runs the planner with each of its constants halved and
-doubled, and with steps of other costs, for what the judged lines hang on. `--halves` also runs the two halves of each
-trace by themselves, each from an empty store and a planner that has learned nothing.
+modelled. The simulation is not random: there is no seed. `--variants` also runs the planner with each of its constants
+halved and doubled, and with other costs of a step, to show the effect on the goals. `--halves` also runs the two halves
+of each trace alone, each with an empty store and a new planner.
 
     python bench/reuse_traces.py --traces FOLDER --json reuse_traces.json --svg reuse_traces.svg
 
@@ -43,16 +43,16 @@ from hybridkv.planner.checkpoints import awaited, experience, placement, seen
 SIZES: Final = (5, 10, 30, 100)
 LADDER_CHUNKS: Final = 8
 SEEN_CHUNKS: Final = 1 << 18
-"""Prefixes that the planner's table holds."""
+"""Prefixes in the planner's table."""
 HINDSIGHT_PRICES: Final = (0.125, 4.0, 16.0)
-"""In chunks of attention."""
+"""Prices of a state in chunks of attention."""
 WITHIN_BOUND: Final = 0.01
-"""How far from the bound with room is near enough."""
+"""Allowed distance from the upper limit with a store of 100 %."""
 CONSTANTS: Final = ("KEPT_SHARE", "OLD_SHARE", "DOUBTED_PARTINGS", "DOUBTED_PROMPTS", "EXTRA_RETURN")
 
 
 def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, SimulationResult]:
-    """All placements over one store."""
+    """Runs all policies with one store."""
     capacity = unique_chunks(trace, costs) * size // 100
     policies: dict[str, StopPolicy | None] = {
         "ends": PromptEnds(),
@@ -72,7 +72,7 @@ def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, SimulationR
 
 
 def goal(rates: dict[str, float], size: int) -> float:
-    """The hit rate that is asked of `budgeted`: near the bound with room, elsewhere half of what hindsight gains."""
+    """Goal for `budgeted`: near the upper limit with a store of 100 %, otherwise half of the gain of hindsight."""
     if size == 100:
         return rates["attention"] - WITHIN_BOUND
     return (rates["ends"] + rates["optimal"]) / 2
@@ -96,7 +96,7 @@ def row_of(trace: Trace, size: int, outcomes: dict[str, SimulationResult]) -> di
 
 @contextmanager
 def _changed(name: str, value: float) -> Iterator[None]:
-    """Another value of a constant, in every module that reads it."""
+    """Sets another value of a constant in every module that reads it."""
     readers = [module for module in (awaited, experience, placement, seen) if hasattr(module, name)]
     before = getattr(readers[0], name)
     for module in readers:
@@ -109,13 +109,13 @@ def _changed(name: str, value: float) -> Iterator[None]:
 
 
 def run_variants(traces: list[Trace], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `budgeted` reaches with other constants and other steps, against the same goals."""
+    """Compares `budgeted` with other constants and other costs of a step with the same goals."""
     found = []
     for step_tokens in (16, 32, 64, 128, 256):
         found.append({"step_tokens": step_tokens} | _budgeted(traces, rows, CostModel(step_tokens=step_tokens)))
     for name in CONSTANTS:
         value = getattr(placement if hasattr(placement, name) else experience, name)
-        # What fades is halved and doubled by how much fades.
+        # For a share that is kept, the lost share is doubled and halved.
         values = (1 - 2 * (1 - value), (1 + value) / 2) if name == "KEPT_SHARE" else (value / 2, value * 2)
         for other in values:
             with _changed(name, other):
@@ -140,7 +140,7 @@ def _budgeted(traces: list[Trace], rows: list[dict[str, Any]], costs: CostModel)
 
 
 def run_part(traces: list[Trace], part: Part, costs: CostModel, with_variants: bool) -> dict[str, Any]:
-    """All placements over all stores, for so much of each trace."""
+    """Runs all policies with all stores for a part of each trace."""
     parts = [part_of(trace, part) for trace in traces]
     rows = []
     for trace in parts:
@@ -159,8 +159,8 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="the folder of the traces")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--svg", type=Path, help="where to write the picture")
-    parser.add_argument("--variants", action="store_true", help="with other constants too")
-    parser.add_argument("--halves", action="store_true", help="each half of each trace by itself too")
+    parser.add_argument("--variants", action="store_true", help="also run other constants")
+    parser.add_argument("--halves", action="store_true", help="also run each half of each trace alone")
     chosen = parser.parse_args()
     traces, costs = read_all(chosen.traces), CostModel()
     whole = run_part(traces, Part.WHOLE, costs, chosen.variants)
