@@ -1,4 +1,4 @@
-"""Every external repository that this monorepo declares itself, for WORKSPACE and MODULE.bazel alike."""
+"""Every external repository that this monorepo declares itself, for both WORKSPACE and MODULE.bazel."""
 
 load("//bazel/chromium:debian_chromium.bzl", "debian_chromium")
 load("//bazel/gpu:local_cuda.bzl", "local_cuda")

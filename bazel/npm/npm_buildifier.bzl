@@ -27,7 +27,7 @@ def _install(rctx):
     rctx.symlink(rctx.attr.lock, "package-lock.json")
     result = rctx.execute([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], timeout = 300)
     if "EINTEGRITY" in result.stderr:
-        fail("npm got something else than package-lock.json names:\n" + result.stderr)
+        fail("the package from npm is not that of package-lock.json:\n" + result.stderr)
     binary = "node_modules/@bazel/buildifier/" + _BINARIES[platform]
     if result.return_code or not rctx.path(binary).exists:
         return None, "npm cannot install it: " + result.stderr.strip()

@@ -89,8 +89,8 @@ wheelhouse = rule(
     implementation = _wheelhouse_impl,
     doc = "One directory with all the wheels, for `pip install --find-links`, and CONTENTS.txt, which lists them.",
     attrs = {
-        "left_out": attr.string_dict(doc = "What the directory never has, and why."),
-        "missing": attr.string_dict(doc = "What this machine cannot build, and why. The build prints it too."),
+        "left_out": attr.string_dict(doc = "Distributions that are never in the directory, with reasons."),
+        "missing": attr.string_dict(doc = "Distributions that this machine cannot build, with reasons. The build prints them too."),
         "srcs": attr.label_list(mandatory = True),
     },
 )
@@ -117,7 +117,7 @@ release = rule(
     implementation = _release_impl,
     doc = "One directory with a wheelhouse, source distributions, SHA256SUMS, and a bill of materials (CycloneDX).",
     attrs = {
-        "locks": attr.label_list(allow_files = True, doc = "They have the tested versions of other packages."),
+        "locks": attr.label_list(allow_files = True, doc = "Lock files with the tested versions of other packages."),
         "sdists": attr.label_list(mandatory = True),
         "wheelhouse": attr.label(mandatory = True),
         "_build_release": attr.label(default = "//bazel/python:build_release", cfg = "exec", executable = True),
@@ -141,7 +141,7 @@ def _wheel_metadata_impl(ctx):
 
 _wheel_metadata = rule(
     implementation = _wheel_metadata_impl,
-    doc = "The *.dist-info of a wheel, in a directory that can stand on sys.path.",
+    doc = "The *.dist-info of a wheel, in a directory for sys.path.",
     attrs = {
         "wheel": attr.label(allow_single_file = True, mandatory = True),
         "_unpack_metadata": attr.label(default = "//bazel/python:unpack_metadata", cfg = "exec", executable = True),

@@ -1,4 +1,4 @@
-"""Versions of vLLM that the contract tests and the oracle run on beside the locked one: source archives on PyPI.
+"""Further versions of vLLM for the contract tests and the oracle: source archives on PyPI.
 
 `tools/vllm_versions.py add VERSION` adds one.
 """
