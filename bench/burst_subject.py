@@ -118,8 +118,8 @@ def bursts(root: Path, capacities: tuple[int, ...], largest_offer_bytes: int) ->
         for name, is_paced in (("burst", False), ("paced", True)):
             row = rows[name] = measure(root / f"{name}-{capacity_bytes}", capacity_bytes, offered_bytes, is_paced)
             print(
-                f"{capacity_bytes >> 20:7,d} MiB  {name}  offered {row['offered over what fits']:4.2f} of what fits, "
-                f"resumable {row['resumable over what fits']:.3f} of what fits; "
+                f"{capacity_bytes >> 20:7,d} MiB  {name}  offered {row['offered over what fits']:4.2f} of capacity, "
+                f"resumable {row['resumable over what fits']:.3f} of capacity; "
                 f"write amplification {row['write amplification']:.2f}, {row['gigabytes per second']:.2f} GB/s",
                 flush=True,
             )

@@ -274,8 +274,8 @@ def main() -> None:
     )
     about = machine(load_before[0]) | {"rounds": options.rounds}
     if options.json:
-        told = {"about": about, "lengths": lengths, "crowded": crowd}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        result = {"about": about, "lengths": lengths, "crowded": crowd}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

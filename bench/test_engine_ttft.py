@@ -1,4 +1,4 @@
-"""A minimal run: each side does what its name says, regardless of speed."""
+"""A minimal run: each side has the behaviour of its name, regardless of speed."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_small_store_serves_chats_no_worse_than_with_prompt_ends_only(keeps: i
 
 
 class StoreAllAnswers(Budgeted):
-    """Stores every state of an answer, whatever it evicts."""
+    """Stores every state of an answer, even if it evicts others."""
 
     def _is_unproven(self, moment: Moment) -> bool:
         return False
