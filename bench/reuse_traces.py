@@ -35,7 +35,7 @@ from reuse_files import Part, part_of, read_all
 from reuse_plot import draw
 from reuse_policies import Hindsight, Junctions, Ladder
 
-from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
+from hybridkv.cli.simulation.policies import PlannerStops, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, SimulationResult, StopPolicy, simulate, unique_chunks
 from hybridkv.cli.simulation.traces import Trace
 from hybridkv.planner.checkpoints import awaited, experience, placement, seen
@@ -58,7 +58,7 @@ def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, SimulationR
         "ends": PromptEnds(),
         "junctions": Junctions(),
         "ladder": Ladder(LADDER_CHUNKS),
-        "budgeted": Budgeted(trace, capacity, costs, SEEN_CHUNKS),
+        "budgeted": PlannerStops(trace, capacity, costs, SEEN_CHUNKS),
         "attention": None,
     }
     outcomes = {name: simulate(trace, capacity, costs, policy) for name, policy in policies.items()}
@@ -129,7 +129,7 @@ def _budgeted(traces: list[Trace], rows: list[dict[str, Any]], costs: CostModel)
     for trace in traces:
         for size in SIZES:
             capacity = unique_chunks(trace, costs) * size // 100
-            outcome = simulate(trace, capacity, costs, Budgeted(trace, capacity, costs, SEEN_CHUNKS))
+            outcome = simulate(trace, capacity, costs, PlannerStops(trace, capacity, costs, SEEN_CHUNKS))
             row = goals[trace.name, size]
             shares.append(outcome.extra_share)
             if outcome.hit_rate < row["goal"]:

@@ -11,7 +11,7 @@ from reuse_plot import draw
 from reuse_policies import Hindsight, Junctions, Ladder
 from reuse_traces import row_of, run_size
 
-from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
+from hybridkv.cli.simulation.policies import PlannerStops, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, Moment, simulate
 from hybridkv.cli.simulation.traces import Trace, chained
 
@@ -40,7 +40,7 @@ def test_a_junction_serves_the_third_sibling_and_hindsight_the_second() -> None:
 def test_the_planner_learns_where_siblings_branch() -> None:
     trace = siblings()
     junctions = simulate(trace, ROOM, COSTS, Junctions()).hit_tokens
-    budgeted = simulate(trace, ROOM, COSTS, Budgeted(trace, ROOM, COSTS, 1_000))
+    budgeted = simulate(trace, ROOM, COSTS, PlannerStops(trace, ROOM, COSTS, 1_000))
     bound = simulate(trace, ROOM, COSTS, None).hit_tokens
     assert junctions < budgeted.hit_tokens <= bound
     assert budgeted.extra_share <= 0.02
@@ -83,7 +83,7 @@ def test_a_small_store_serves_chats_no_worse_than_with_prompt_ends_only(keeps: i
     )
     gains = []
     for capacity in range(20, 130, 5):
-        policy = Budgeted(trace, capacity, costs, 10_000, has_answers=has_answers)
+        policy = PlannerStops(trace, capacity, costs, 10_000, has_answers=has_answers)
         ours, ends = (simulate(trace, capacity, costs, each).hit_rate for each in (policy, PromptEnds()))
         gains.append(ours - ends)
         assert ours >= ends - 0.03, capacity
@@ -91,7 +91,7 @@ def test_a_small_store_serves_chats_no_worse_than_with_prompt_ends_only(keeps: i
     assert (max(gains) > 0.1) == (has_answers and keeps == 148)
 
 
-class StoreAllAnswers(Budgeted):
+class StoreAllAnswers(PlannerStops):
     """Stores every state of an answer, even if it evicts others."""
 
     def _is_unproven(self, moment: Moment) -> bool:

@@ -44,7 +44,7 @@ class FaultyCommands(peers_process.Commands):
         name, engine = command["name"], self._engine
         match command["do"]:
             case "port":
-                self.say(name, self._agent._loop._doors[0].address[1])
+                self.say(name, self._agent._loop._listeners[0].address[1])
             case "hold":
                 self._agent._transport.hold(command["after"])
                 self.say(name, None)

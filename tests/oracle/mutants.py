@@ -9,7 +9,7 @@ import msgspec
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.checkpoints import Answers
+from hybridkv.connectors.vllm.offload.checkpoints import AnswerStates
 from hybridkv.connectors.vllm.offload.hints import HintReader
 from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.planner import LocalCopies, State
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 BLOCK = QWEN3_NEXT.alignment_tokens
-answers_states = Answers.states
+answers_states = AnswerStates.states
 
 
-def one_token_late(answers: Answers, tracked: TrackedRequest, num_scheduled: int, tables: Any) -> list[State]:
+def one_token_late(answers: AnswerStates, tracked: TrackedRequest, num_scheduled: int, tables: Any) -> list[State]:
     """The state that this step writes, under the boundary at which it begins."""
     start = tracked.request.num_computed_tokens
     if start % BLOCK or start <= tracked.request.num_prompt_tokens:
@@ -41,7 +41,7 @@ def one_token_late(answers: Answers, tracked: TrackedRequest, num_scheduled: int
     return [State(group, table[group][start // BLOCK], start) for group in answers._groups]
 
 
-def one_block_late(answers: Answers, tracked: TrackedRequest, num_scheduled: int, tables: Any) -> list[State]:
+def one_block_late(answers: AnswerStates, tracked: TrackedRequest, num_scheduled: int, tables: Any) -> list[State]:
     """The state of a boundary, under the boundary before it."""
     found = answers_states(answers, tracked, num_scheduled, tables)
     return [State(each.group_index, each.block_id, each.num_tokens - BLOCK) for each in found]
@@ -50,11 +50,11 @@ def one_block_late(answers: Answers, tracked: TrackedRequest, num_scheduled: int
 def answers_one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """States of answers are those that the next step writes."""
 
-    def late(answers: Answers, tracked: TrackedRequest, num_scheduled: int, tables: Any) -> list[State]:
+    def late(answers: AnswerStates, tracked: TrackedRequest, num_scheduled: int, tables: Any) -> list[State]:
         # No step follows the end of an answer.
         return one_token_late(answers, tracked, num_scheduled, tables) if num_scheduled else []
 
-    monkeypatch.setattr(Answers, "states", late)
+    monkeypatch.setattr(AnswerStates, "states", late)
 
 
 def stops_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:

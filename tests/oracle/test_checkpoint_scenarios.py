@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.offload.checkpoints import Answers
+from hybridkv.connectors.vllm.offload.checkpoints import AnswerStates
 from hybridkv.planner import State
 from oracle.engine import OracleEngine
 from oracle.known_stops import STEPS, allow_all_stops
@@ -68,20 +68,20 @@ class Placed:
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
     counts = Placed()
-    set_prefill_stop, states = compat.set_prefill_stop, Answers.states
+    set_prefill_stop, states = compat.set_prefill_stop, AnswerStates.states
 
     def keeping(request: Any, num_tokens: int) -> None:
         assert 0 < num_tokens <= max(request.num_prompt_tokens, request.shared_prefix_boundary)
         counts.stops += 1
         set_prefill_stop(request, num_tokens)
 
-    def reading(answers: Answers, *arguments: Any) -> list[State]:
+    def reading(answers: AnswerStates, *arguments: Any) -> list[State]:
         found = states(answers, *arguments)
         counts.answers += bool(found)
         return found
 
     monkeypatch.setattr(compat, "set_prefill_stop", keeping)
-    monkeypatch.setattr(Answers, "states", reading)
+    monkeypatch.setattr(AnswerStates, "states", reading)
     return counts
 
 
@@ -215,7 +215,7 @@ def test_conversations_never_corrupt(chunk_tokens: int, placed: Placed) -> None:
 
 @pytest.mark.parametrize("wrong", [one_token_late, one_block_late, answers_states])
 def test_a_misplaced_state_of_an_answer_is_caught(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Answers, "states", wrong)
+    monkeypatch.setattr(AnswerStates, "states", wrong)
     settings = EngineSettings(num_blocks=200, max_step_tokens=64, connector=offload(UNIT))
     with OracleEngine(QWEN3_NEXT, settings) as engine:
         said = list(range(3 * UNIT + 3))

@@ -13,7 +13,7 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadStats
 from hybridkv.connectors.vllm.offload import checkpoints
-from hybridkv.connectors.vllm.offload.checkpoints import Answers, Checkpoints
+from hybridkv.connectors.vllm.offload.checkpoints import AnswerStates, Checkpoints
 from hybridkv.metrics import Counts
 from hybridkv.planner.checkpoints import Experience, Placement, Prompt
 from oracle.disk_tier import stack_of, stacked, wait_for_disk
@@ -179,7 +179,7 @@ def test_the_newest_state_of_an_answer_replaces_the_one_before(
     is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_replaced:
-        monkeypatch.setattr(Answers, "on_planned", lambda *_: None)
+        monkeypatch.setattr(AnswerStates, "on_planned", lambda *_: None)
     # A chunk of a group takes a granule of 4 KiB: room for the conversation, and half of the next prompt.
     tiers = [{"type": "ram", "capacity": 21 * 4096}]
     engine = PromptRunner(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))

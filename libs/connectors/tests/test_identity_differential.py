@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.common.identity.configuration import field_exclusi
 from hybridkv.connectors.vllm.common.identity.environment import (
     COUNTED,
     EXCLUDED_VARIABLES,
-    counts,
+    is_counted,
     variable_exclusion_reason,
 )
 from hybridkv.connectors.vllm.common.identity.excluded import (
@@ -269,10 +269,10 @@ def test_every_excluded_variable_exists() -> None:
         if any(fnmatchcase(name, entry) for name in known):
             return True
         # Other libraries have no list of variables; a variable that does not count needs no reason.
-        return not entry.startswith("VLLM_") and (entry.startswith("*") or counts(entry.replace("*", "X")))
+        return not entry.startswith("VLLM_") and (entry.startswith("*") or is_counted(entry.replace("*", "X")))
 
     assert [entry for entry in EXCLUDED_VARIABLES if not has_use(entry)] == []
-    assert set(LIBRARIES) <= {name for name in LIBRARIES if counts(name)} and "VLLM_*" in COUNTED
+    assert set(LIBRARIES) <= {name for name in LIBRARIES if is_counted(name)} and "VLLM_*" in COUNTED
 
 
 def test_secret_values_are_never_written(config: VllmConfig) -> None:

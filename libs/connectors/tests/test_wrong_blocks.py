@@ -111,7 +111,7 @@ def test_a_copied_state_that_is_handed_over_misleads_no_request() -> None:
     bench = Bench(is_partial=True)
     assert bench.step({"one": (0, ([1], [2]))}) == set()
     assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
-    assert not bench.wrong.holds(9)
+    assert not bench.wrong.is_corrupt(9)
 
 
 def test_a_partially_copied_state_is_wrong() -> None:
@@ -119,7 +119,7 @@ def test_a_partially_copied_state_is_wrong() -> None:
     bench.wrong.suspects = SuspectGroups(frozenset({STATES}))
     bench.step({"one": (0, ([1], [2]))})
     assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
-    assert bench.wrong.holds(9)
+    assert bench.wrong.is_corrupt(9)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_misfiled_state_of_a_new_request_is_detected() -> None:
     bench = Bench(is_partial=False)
     bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
     bench.step({"one": (8, ([1], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (8, 20)})
-    assert bench.wrong.holds(1)
+    assert bench.wrong.is_corrupt(1)
 
 
 def test_a_hit_on_a_misfiled_state_misleads_if_it_cannot_be_evicted() -> None:
@@ -204,7 +204,7 @@ def test_a_block_computed_or_loaded_again_is_right_despite_an_equal_hash() -> No
     table: Any = SimpleNamespace(blocks=[[SimpleNamespace(block_id=each)] for each in (0, 4)])
     bench.wrong.mark_loaded(table, 0)
     assert bench.step({"loaded": (16, ([10], [4])), "computes": (0, ([12], [6]))}) == set()
-    assert not bench.wrong.holds(6)
+    assert not bench.wrong.is_corrupt(6)
 
 
 def test_a_copy_of_a_wrong_block_is_wrong() -> None:

@@ -115,7 +115,7 @@ def wrong_key(address: Address, chance: random.Random) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.reconnect_ivl = -1
-        CurveKeys.of(WRONG).ask(dealer)
+        CurveKeys.of(WRONG).as_client(dealer)
         dealer.connect("tcp://{}:{}".format(*address))
         with contextlib.suppress(zmq.Again):
             dealer.send(HELLO, zmq.DONTWAIT)

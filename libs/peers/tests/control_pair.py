@@ -12,7 +12,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.wire import PROTOCOL_VERSION, CloseReason, Hello, Message, MessageCodec, Secret, WireLimits, Word
+from hybridkv.peers.wire import (
+    PROTOCOL_VERSION,
+    CloseReason,
+    Hello,
+    Message,
+    MessageCodec,
+    Secret,
+    WireLimits,
+    WireMessage,
+)
 from kits.peers.suite import until
 
 TIMEOUT_S = patience.seconds(12.0)
@@ -75,11 +84,11 @@ class Rogue:
         self.sock = self._context.socket(zmq.DEALER)
         self.sock.linger = 0
         self.sock.reconnect_ivl = -1
-        (keys or CurveKeys.of(secret)).ask(self.sock)
+        (keys or CurveKeys.of(secret)).as_client(self.sock)
         self.monitor = self.sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.sock.connect(f"tcp://{address[0]}:{address[1]}")
 
-    def say(self, *words: Word | bytes, more: bool = False) -> None:
+    def say(self, *words: WireMessage | bytes, more: bool = False) -> None:
         for word in words:
             body = word if isinstance(word, bytes) else CODEC.encode(word)
             self.sock.send(body, zmq.SNDMORE if more else 0)
@@ -87,7 +96,7 @@ class Rogue:
     def greet(self, version: int = PROTOCOL_VERSION, name: str = "rogue") -> None:
         self.say(Hello(version, name))
 
-    def hear(self) -> Word:
+    def hear(self) -> WireMessage:
         assert self.sock.poll(TIMEOUT_S * 1000), "no message arrived"
         return CODEC.decode(self.sock.recv())
 

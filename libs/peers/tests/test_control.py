@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.control.dialing import MAX_NAMES, Address, Dialing, Resolver
+from hybridkv.peers.control.dialing import MAX_NAMES, Address, Dialer, Resolver
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
@@ -36,7 +36,7 @@ from hybridkv.peers.wire import (
     Renewed,
     Secret,
     WireLimits,
-    Word,
+    WireMessage,
 )
 from kits.peers.suite import until
 
@@ -174,9 +174,9 @@ def test_a_connection_that_fails_before_hello_has_the_right_reason(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     """On a busy machine the handshake may fail before this side sends Hello."""
-    connecting = Dialing._connecting
+    connecting = Dialer._connecting
 
-    def connect_slowly(dialing: Dialing, address: Address) -> object:
+    def connect_slowly(dialing: Dialer, address: Address) -> object:
         sockets = connecting(dialing, address)
         time.sleep(0.5)
         return sockets
@@ -185,7 +185,7 @@ def test_a_connection_that_fails_before_hello_has_the_right_reason(
     host, port = listening.listen("127.0.0.1", 0, Recorder().handlers)
     if not is_there:
         assert listening.close(TIMEOUT_S)
-    monkeypatch.setattr(Dialing, "_connecting", connect_slowly)
+    monkeypatch.setattr(Dialer, "_connecting", connect_slowly)
     make_loop("consumer").connect(host, port, None, heard.handlers)
     expected = {CloseReason.SECRET, CloseReason.HUNG_UP} if is_there else {CloseReason.UNREACHABLE}
     assert heard.until_closed() in expected
@@ -239,7 +239,7 @@ def test_invalid_bytes_of_a_stranger_end_only_its_own_connection(make_loop: Make
     heard_there.until(lambda: heard_there.received == [LeaseDone(Lease(1, 2), True)])
 
 
-RUBBISH: list[tuple[CloseReason, Word | bytes]] = [
+RUBBISH: list[tuple[CloseReason, WireMessage | bytes]] = [
     (CloseReason.MALFORMED, b"\xc1"),
     (CloseReason.MALFORMED, b""),
     (CloseReason.UNEXPECTED, Hello(PROTOCOL_VERSION, "rogue")),
@@ -250,7 +250,7 @@ RUBBISH: list[tuple[CloseReason, Word | bytes]] = [
 
 @pytest.mark.parametrize(("reason", "said"), RUBBISH, ids=["bytes", "nothing", "hello", "bye", "oversized"])
 def test_an_invalid_message_of_an_admitted_peer_ends_its_connection(
-    make_loop: MakeLoop, make_rogue: MakeRogue, reason: CloseReason, said: Word | bytes
+    make_loop: MakeLoop, make_rogue: MakeRogue, reason: CloseReason, said: WireMessage | bytes
 ) -> None:
     listening, heard = make_loop("producer"), Recorder()
     rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
@@ -284,7 +284,7 @@ def test_a_message_in_several_parts_is_refused(make_loop: MakeLoop, make_rogue: 
     ],
 )
 def test_a_peer_without_a_valid_hello_is_rejected_without_a_callback(
-    make_loop: MakeLoop, make_rogue: MakeRogue, hello: Word | bytes, reason: CloseReason
+    make_loop: MakeLoop, make_rogue: MakeRogue, hello: WireMessage | bytes, reason: CloseReason
 ) -> None:
     listening, heard = make_loop("producer"), Recorder()
     rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers), is_polite=False)

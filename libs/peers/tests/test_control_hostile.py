@@ -9,7 +9,7 @@ import pytest
 from control_pair import TIMEOUT_S, Recorder, Stranger, wait_counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
-from hybridkv.peers.control.door import stranger_to_close
+from hybridkv.peers.control.listener import stranger_to_close
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits
 

@@ -32,7 +32,7 @@ from hybridkv.peers.wire import (
     RequestMessage,
     WireError,
     WireLimits,
-    Word,
+    WireMessage,
     pack_columns,
     unpack_columns,
 )
@@ -82,7 +82,7 @@ def reason_of(body: bytes) -> CloseReason:
 
 @CALM
 @given(messages)
-def test_a_message_survives_encoding(message: Word) -> None:
+def test_a_message_survives_encoding(message: WireMessage) -> None:
     assert CODEC.decode(CODEC.encode(message)) == message
 
 
@@ -95,7 +95,7 @@ def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
 
 @CALM
 @given(messages, st.data())
-def test_a_message_with_a_byte_changed_is_a_message_or_refused(message: Word, data: st.DataObject) -> None:
+def test_a_message_with_a_byte_changed_is_a_message_or_refused(message: WireMessage, data: st.DataObject) -> None:
     body = bytearray(CODEC.encode(message))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(WireError):

@@ -32,7 +32,7 @@ def tight(tokens_a_state: float) -> Market:
 def replay(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> AwaitedStates:
     for is_met, keys in steps:
         if is_met:
-            states.meet(keys)
+            states.record_resumed(keys)
         else:
             for key in keys:
                 states.note(key)
@@ -51,9 +51,11 @@ def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percen
     for number in range(300):
         often.note(number)
         seldom.note(number)
-        often.meet([number] if number % 2 else [])
-        seldom.meet([number] if number % 100 == 99 else [])
-    assert often.met_share == pytest.approx(0.5, abs=0.05) and seldom.met_share == pytest.approx(0.01, abs=0.005)
+        often.record_resumed([number] if number % 2 else [])
+        seldom.record_resumed([number] if number % 100 == 99 else [])
+    assert often.resumed_share == pytest.approx(0.5, abs=0.05) and seldom.resumed_share == pytest.approx(
+        0.01, abs=0.005
+    )
     market = tight(tokens_a_state=200.0)
     assert not often.is_unproven(10_000, market, COSTS)
     assert seldom.is_unproven(10_000, market, COSTS)
@@ -62,7 +64,7 @@ def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percen
 def test_every_state_is_proven_once_returns_were_seen_and_bytes_are_free() -> None:
     states = AwaitedStates(10)
     states.note("a")
-    states.meet(["a"])
+    states.record_resumed(["a"])
     stored_anew = msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=float(4 << 30))
     assert not states.is_unproven(128, Market(1 << 30, 0, stored_anew), COSTS)
     assert states.is_unproven(128, Market(1 << 30), COSTS), "a store that has evicted little can have lost few states"
@@ -72,32 +74,32 @@ def test_each_state_counts_once_and_a_forgotten_state_does_not() -> None:
     states = AwaitedStates(2)
     for key in "abc":
         states.note(key)
-    states.meet("a")
-    assert (len(states), states.met_share) == (2, 0.0)
-    states.meet("bb")
-    states.meet("b")
-    once = states.met_share
+    states.record_resumed("a")
+    assert (len(states), states.resumed_share) == (2, 0.0)
+    states.record_resumed("bb")
+    states.record_resumed("b")
+    once = states.resumed_share
     assert len(states) == 1 and once > 0
     states.forget()
-    states.meet("c")
-    assert (len(states), states.met_share) == (0, once)
+    states.record_resumed("c")
+    assert (len(states), states.resumed_share) == (0, once)
 
 
 def test_two_answers_with_the_same_state_count_as_a_state_and_its_return() -> None:
     states = AwaitedStates(10)
     for _ in range(2):
         states.note("a")
-    assert (len(states), states.met_share) == (0, pytest.approx(0.5, abs=0.01))
+    assert (len(states), states.resumed_share) == (0, pytest.approx(0.5, abs=0.01))
 
 
 def test_the_return_rate_falls_again_when_requests_stop_returning() -> None:
     states = AwaitedStates(10)
     for number in range(50):
         states.note(number)
-        states.meet([number])
+        states.record_resumed([number])
     for number in range(50, 5_000):
         states.note(number)
-    assert states.met_share < 0.01
+    assert states.resumed_share < 0.01
 
 
 @given(st.integers(0, 6), calls)
@@ -114,7 +116,7 @@ def test_the_counts_agree_with_a_list_of_all_events(max_states: int, steps: list
                 waiting.remove(key)
                 met.append(1.0)
     assert len(states) == len(waiting) <= max_states
-    assert states.met_share == pytest.approx(sum(met) / sum(outgrown))
+    assert states.resumed_share == pytest.approx(sum(met) / sum(outgrown))
 
 
 @given(calls, st.integers(0, 1 << 20), st.integers(0, 1 << 20), markets, st.integers(0, 1 << 20))

@@ -30,7 +30,7 @@ def visit(
     seen: SeenPrefixes, text: str, resumed: int = 0, held: int = 0, guess: int = 0, at: float = 0.0, again: bool = False
 ) -> Prompt:
     asked = msgspec.structs.replace(prompt_of(text, resumed, held), starts_over=again)
-    prompt = seen.look(B, keys_of(text), asked, market(at))
+    prompt = seen.add_facts(B, keys_of(text), asked, market(at))
     stops = (Stop(guess * B, StopReason.SPACED),) if guess else ()
     seen.note(B, keys_of(text), prompt, Placement(stops, boundary_tokens=B), market(at))
     return prompt
@@ -76,7 +76,7 @@ def test_a_restarted_request_does_not_diverge_from_itself() -> None:
         seen = SeenPrefixes(100)
         visit(seen, "abcdefgh", guess=3)
         assert visit(seen, "abcdefgh", resumed, held, again=True).parted_tokens == 0
-        assert seen.look(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), market()).branches == ()
+        assert seen.add_facts(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), market()).branches == ()
         assert visit(seen, "abcxyz", resumed=3, held=3).parted_tokens == 5 * B, (
             "its guess has served no other request yet"
         )
@@ -180,12 +180,14 @@ def test_a_long_prompt_finds_no_false_branch_and_all_branches_near_its_end(
     for clock, ((cut, more), start, held) in enumerate(visits):
         text = path[:cut] + more
         asked, at = prompt_of(text, min(start, len(text)), min(held, len(text))), market(300.0 * clock)
-        prompt = fine.look(B, keys_of(text), asked, at)  # both know as precisely as they look whether a path goes on
+        prompt = fine.add_facts(
+            B, keys_of(text), asked, at
+        )  # both know as precisely as they look whether a path goes on
         for seen in (coarse, fine):
             seen.note(B, keys_of(text), prompt, Placement(boundary_tokens=B), at)
     last = path[: fork[0]] + fork[1]
     asked, now = prompt_of(last, min(resumed, len(last))), market(300.0 * len(visits))
-    got, wanted = (seen.look(B, keys_of(last), asked, now) for seen in (coarse, fine))
+    got, wanted = (seen.add_facts(B, keys_of(last), asked, now) for seen in (coarse, fine))
     assert len(wanted.branches) < 16
     assert {*got.branches} <= {*wanted.branches}
     near = {at for at in wanted.branches if at > (len(last) - COARSE.fine_places) * B}
@@ -213,7 +215,7 @@ def test_a_long_prompt_takes_only_the_looked_up_places_of_the_table() -> None:
     seen = SeenPrefixes(1 << 16)
     keys = range(1 << 16)
     for _ in range(2):
-        prompt = seen.look(B, keys, Prompt((1 << 16) * B + 1), market())
+        prompt = seen.add_facts(B, keys, Prompt((1 << 16) * B + 1), market())
         seen.note(B, keys, prompt, Placement(boundary_tokens=B), market())
     assert len(seen) <= Grain().max_places and seen.num_forgotten == 0
 

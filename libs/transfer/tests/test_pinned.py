@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hybridkv.transfer import TransferError, pinned
-from hybridkv.transfer.pinned import MemoryLimit, map_memory, numa_local_cpus, pin, touch
+from hybridkv.transfer.pinned import MemoryLimit, commit_pages, map_memory, numa_local_cpus, pin
 
 STEP = 1 << 20
 """Registrations end at multiples of this size in tests that set it."""
@@ -113,7 +113,7 @@ def test_memory_is_committed_before_it_is_registered(cpus: set[int], monkeypatch
 def test_memory_that_begins_within_a_page_keeps_its_bytes(cpus: set[int]) -> None:
     memory = map_memory(3 * mmap.PAGESIZE)
     memory[:] = 7
-    touch(memory[100:-100], cpus)
+    commit_pages(memory[100:-100], cpus)
     assert (memory == 7).all()
 
 
@@ -123,7 +123,7 @@ def test_the_error_for_memory_that_cannot_be_committed_has_its_size(cpus: set[in
     with pytest.raises(
         TransferError, match=f"1048576 bytes of memory cannot be committed: {os.strerror(errno.ENOMEM)}"
     ):
-        touch(np.frombuffer(beyond, dtype=np.uint8), cpus)
+        commit_pages(np.frombuffer(beyond, dtype=np.uint8), cpus)
 
 
 def test_registration_works_if_the_kernel_cannot_populate_memory(
@@ -140,7 +140,7 @@ def test_threads_that_touch_memory_stay_on_their_cpus(cpus: set[int], monkeypatc
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda pid, only: asked.append((pid, only, threading.current_thread().name))
     )
-    touch(map_memory(4096), {min(cpus)})
+    commit_pages(map_memory(4096), {min(cpus)})
     assert asked == [(0, {min(cpus)}, "hybridkv-touch")]
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from hybridkv.cli.output import ReportError
 from hybridkv.cli.simulation.chart import ChartPanel, Curve, draw
-from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
+from hybridkv.cli.simulation.policies import PlannerStops, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, StopPolicy, simulate, unique_chunks
 from hybridkv.cli.simulation.traces import Trace, in_chunks, read_trace
 from hybridkv.connectors.config import format_size, parse_size
@@ -165,7 +165,7 @@ def _row(trace: Trace, size: str, chunks: int, whole: int, costs: CostModel) -> 
     rates, extra = {"attention": attention.hit_rate}, 0.0
     if costs.state_chunks:
         policies: dict[str, StopPolicy] = {
-            "planner": Budgeted(trace, chunks, costs, SEEN_CHUNKS),
+            "planner": PlannerStops(trace, chunks, costs, SEEN_CHUNKS),
             "ends": PromptEnds(),
         }
         found = {name: simulate(trace, chunks, costs, policy) for name, policy in policies.items()}

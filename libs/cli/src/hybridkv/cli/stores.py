@@ -1,4 +1,4 @@
-"""Directories of disk tiers: what they hold, whether it is whole, and its deletion."""
+"""Inspects, verifies and clears the directories of disk tiers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
         name: digest of its fingerprint, in hexadecimal.
         num_records: records that were read.
         num_damaged: records that a load would refuse.
-        damages: these, at most `MAX_DAMAGES`.
+        damages: the damaged records, at most `MAX_DAMAGES`.
         num_lost_segments: segments that are damaged, cleared or unreadable; their records were not read.
         problem: why the namespace cannot be read; "" if it can.
     """
@@ -66,8 +66,8 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
     """Reads each record of each namespace.
 
     Args:
-        path: of the disk tier.
-        on_progress: called with a namespace's name, records so far and all its records.
+        path: directory of the disk tier.
+        on_progress: called with the name of a namespace, the number of records read, and the number of its records.
 
     Raises:
         TierConfigurationError: the directory cannot be used.
@@ -98,13 +98,13 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
 
 
 def not_opened_for(reports: Iterable[NamespaceReport], days: float) -> list[NamespaceReport]:
-    """Namespaces that no engine has opened for so many days, and that none has open."""
+    """Namespaces that no engine has open, and that none has opened for `days` days."""
     last_s = time.time() - days * 86_400
     return [report for report in reports if report.opened_s < last_s and not report.holder]
 
 
 def garbage(path: str, days: float | None) -> list[NamespaceReport]:
-    """Namespaces without a chunk, and those that were not opened for so many days; none that an engine has open.
+    """Namespaces without a chunk, and those not opened for `days` days. Never one that an engine has open.
 
     Raises:
         TierConfigurationError: the directory cannot be used.
@@ -115,7 +115,7 @@ def garbage(path: str, days: float | None) -> list[NamespaceReport]:
 
 
 def clear(path: str, names: Iterable[str]) -> list[str]:
-    """Deletes namespaces. Returns the names of those that were left, because an engine has them open.
+    """Deletes namespaces. Returns the names of those that were not deleted, because an engine has them open.
 
     Raises:
         TierConfigurationError: the directory cannot be used.
@@ -128,7 +128,7 @@ def clear(path: str, names: Iterable[str]) -> list[str]:
 
 
 def text_of(reports: Sequence[NamespaceReport]) -> str:
-    """Namespaces for people. Facts are shown where they differ."""
+    """Text about namespaces, for people. Shows only facts that differ between namespaces."""
     if not reports:
         return "no cache"
     differing = [fact for fact in reports[0].facts if len({report.facts.get(fact) for report in reports}) > 1]

@@ -1,7 +1,7 @@
 """Checks a --kv-transfer-config with the connectors' own decoders, and warns of valid settings that are rarely meant.
 
-`hybridkv check` and the connectors share it. It imports no vLLM, opens no tier and reads no model, so an engine may
-still refuse for these.
+`hybridkv check` and the connectors share it. It imports no vLLM, opens no tier and reads no model. So an engine may
+still refuse a configuration that passes: because of its version, a tier or the model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check(raw: Mapping[str, Any], transfer_keys: Sequence[str] = TRANSFER_KEYS) 
     if isinstance(name, str) and isinstance(extra, Mapping):
         for path, connector, transfer in connectors_of(raw, problems, transfer_keys):
             connectors.append(connector)
-            problems += _of_connector(path, connector, transfer)
+            problems += _connector_problems(path, connector, transfer)
     policy = raw.get("kv_load_failure_policy", "fail")
     if policy == "fail" and connectors and raw.get("kv_role") != "kv_producer":  # a producer loads nothing
         problems.append(
@@ -143,7 +143,7 @@ def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> It
 def connectors_of(
     raw: Mapping[str, Any], problems: list[SettingProblem], transfer_keys: Sequence[str] = TRANSFER_KEYS
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors of the list to `problems`.
+    """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors about children to `problems`.
 
     Args:
         raw: a --kv-transfer-config with a name and an object for the connector.
@@ -176,29 +176,29 @@ def connectors_of(
             yield f"{ROOT}.connectors[{i}].{ROOT}.", connector, transfer
 
 
-def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[SettingProblem]:
+def _connector_problems(path: str, connector: str, transfer: Mapping[str, Any]) -> list[SettingProblem]:
     extra = transfer.get(ROOT) or {}
     try:
         if connector == CONNECTOR:
             config = offload.decode_config(extra)
-            return [_below(path, problem) for problem in _silent(config, transfer.get("kv_role"))]
+            return [_with_full_path(path, problem) for problem in _warnings(config, transfer.get("kv_role"))]
         if connector == PEER_CONNECTOR:
             nixl.decode_config(extra)
         elif connector == LMCACHE_CONNECTOR:
             lmcache.decode_config(extra)
     except ConfigurationError as error:
-        return [_below(path, SettingProblem.of(error))]
+        return [_with_full_path(path, SettingProblem.of(error))]
     return []
 
 
-def _below(path: str, problem: SettingProblem) -> SettingProblem:
+def _with_full_path(path: str, problem: SettingProblem) -> SettingProblem:
     """The problem with its path from the top of the configuration."""
     if problem.path == "kv_role":  # a field of the connector, not of its extra configuration
         return msgspec.structs.replace(problem, path=path.removesuffix(f"{ROOT}.") + problem.path)
     return msgspec.structs.replace(problem, path=path + problem.path.removeprefix(f"{ROOT}."))
 
 
-def _silent(config: OffloadConfig, role: object) -> Iterator[SettingProblem]:
+def _warnings(config: OffloadConfig, role: object) -> Iterator[SettingProblem]:
     """Warnings for settings that an engine accepts and an operator hardly means."""
     names = [name_of(tier) for tier in config.tiers]
     if config.disk is not None and config.disk.capacity <= config.ram.capacity:

@@ -100,7 +100,7 @@ class ServerSession(Protocol):
         """The chunk size must be a multiple of it."""
         ...
 
-    def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+    def registration_for(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
         """Memory to register with this server; None for a lookup-only process.
 
         Called on the connection's thread for each new connection, when no call of an older one is open.
@@ -266,7 +266,7 @@ class Connection:
         self._said(codec.probe())
         alignment = self._session.alignment_tokens
         chunk_tokens = self._agree(codec, alignment)
-        registration = self._session.joining(facts, chunk_tokens)
+        registration = self._session.registration_for(facts, chunk_tokens)
         if registration is not None:
             self._said(codec.register(registration))
             if self._registered not in (None, registration.instance):

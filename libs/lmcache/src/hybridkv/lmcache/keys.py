@@ -1,7 +1,8 @@
-"""Words that a server hashes, page identities, and cache names.
+"""Words that a server hashes in place of token ids, page identities, and cache names.
 
-A server derives its keys from 32-bit words, chunk by chunk, chained. It does not interpret the words. This library
-sends digests instead of tokens: digests identify the adapter, images and weights too, and the prompt is not sent.
+A server hashes the 32-bit words of each chunk together with the hash of the chunk before it. It does not interpret the
+words. This library sends digests in place of token ids, because a digest also identifies the adapter, images and
+weights. So the server never gets the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PAGE_FORMAT = 1
 
 
 def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
-    """One chunk of words for each digest: the digest, padded with zeros.
+    """One chunk of words for each digest: the digest, padded with zeros to `chunk_tokens` words.
 
     Raises:
         LMCacheConfigurationError: the chunk has fewer words than a digest.

@@ -1,4 +1,4 @@
-"""Registration of a process at a server: a rank registers its pool, a lookup-only process nothing."""
+"""Registration of a process at a server. A rank registers its pool. A lookup-only process registers nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LMCacheSession:
 
     Args:
         groups: stored groups.
-        fingerprint: of the content.
+        fingerprint: fingerprint of the content.
         world_size: number of ranks; each stores its own part.
         num_chunks: size of the pool; 0 for a lookup-only process.
         chunk_tokens: required chunk size; None accepts that of the first server.
@@ -65,7 +65,7 @@ class LMCacheSession:
     def alignment_tokens(self) -> int:
         return chunk_alignment(self._groups)
 
-    def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+    def registration_for(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
         if self._chunk_tokens not in (None, chunk_tokens):
             # Memory and plans are laid out for one chunk size.
             raise LMCacheConfigurationError(

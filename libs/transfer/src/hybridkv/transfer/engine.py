@@ -29,7 +29,7 @@ class CopyResult:
     failure: str | None
     """None if every byte was copied and both hooks returned None."""
     num_bytes: int
-    """Copied bytes: 0, or all bytes of the job. All bytes too if `after` failed the job."""
+    """Copied bytes: 0, or all bytes of the job. Also all bytes if only `after` failed."""
     seconds: float
     """Duration, from the start of the job (or the end of the previous job, if later) to its end. Includes the hooks and
     the making of runs, not the time in the queue."""
@@ -72,8 +72,8 @@ class CopyEngine(Protocol):
         """Queue a job. Never waits.
 
         Jobs run one after another, in order of submission. A job makes its runs (if `runs` is a function), checks them,
-        calls `before`, copies, and calls `after`. It fails before `before` and before a byte moves if a run does not
-        lie in one registration. `records.digests` is set before `after`, if this engine computes digests.
+        calls `before`, copies, and calls `after`. If a run does not lie in one registration, the job fails before
+        `before` and before a byte moves. `records.digests` is set before `after`, if this engine computes digests.
 
         Returns:
             True if the job was accepted; exactly one result follows. False if the queue is full: nothing was done and

@@ -104,7 +104,7 @@ def pin(
         TransferError: it cannot be pinned; then no part of it is pinned.
     """
     began_s = time.monotonic()
-    touch(memory, cpus)
+    commit_pages(memory, cpus)
     start = int(memory.ctypes.data)
     end = start + memory.nbytes
     borders = range((start // REGISTRATION_BYTES + 1) * REGISTRATION_BYTES, end, REGISTRATION_BYTES)
@@ -121,7 +121,7 @@ def pin(
     logger.info("pinned %d bytes of host memory in %d registrations: %.2f s", end - start, len(borders) + 1, seconds)
 
 
-def touch(memory: npt.NDArray[np.uint8], cpus: set[int]) -> None:
+def commit_pages(memory: npt.NDArray[np.uint8], cpus: set[int]) -> None:
     """Commit memory now, by threads on these CPUs. Does nothing before Linux 5.14.
 
     Raises:
@@ -162,10 +162,10 @@ def _unregister(pinned: contextlib.ExitStack, owner: Any) -> None:
     pinned.close()
 
 
-_Names = tuple[str, str, str]
+_CgroupFiles = tuple[str, str, str]
 """File of the limit, file of the usage, and prefix of the keys in memory.stat."""
-_V2: _Names = ("memory.max", "memory.current", "")
-_V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2: _CgroupFiles = ("memory.max", "memory.current", "")
+_V1: _CgroupFiles = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +182,11 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
     Reads both versions of control groups. `root` contains the directories `proc` and `sys`.
     """
-    limits = [_limit(directory, names) for directory, names in _directories(root)]
+    limits = [_read_limit(directory, names) for directory, names in _cgroup_directories(root)]
     return min((limit for limit in limits if limit is not None), key=lambda limit: limit.free_bytes, default=None)
 
 
-def _directories(root: Path) -> Iterator[tuple[Path, _Names]]:
+def _cgroup_directories(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
     mount = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -207,7 +207,7 @@ def _directories(root: Path) -> Iterator[tuple[Path, _Names]]:
                 yield each, names
 
 
-def _limit(directory: Path, names: _Names) -> MemoryLimit | None:
+def _read_limit(directory: Path, names: _CgroupFiles) -> MemoryLimit | None:
     limit_name, used_name, prefix = names
     try:
         num_bytes = int((directory / limit_name).read_text())

@@ -1,4 +1,4 @@
-"""Policies that choose stops in a simulation: none beside the ends of prompts, and the planner's."""
+"""Policies that choose prefill stops in a simulation: `PromptEnds` adds none, `PlannerStops` adds the planner's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridkv.planner import (
 from hybridkv.planner.checkpoints import experience
 
 MAX_REMEMBERED = 4096
-"""States of answers that the planner's policy remembers: as many as in a connector."""
+"""Limit of remembered states of answers, as in a connector."""
 
 
 class PromptEnds:
@@ -37,15 +37,15 @@ class PromptEnds:
         return False
 
 
-class Budgeted(PromptEnds):
+class PlannerStops(PromptEnds):
     """Stores the states that the planner chooses, from the facts that a connector has.
 
     Args:
         trace: the trace.
         capacity_chunks: size of the store, in chunks of attention.
-        costs: of the model.
-        max_seen_chunks: prefixes that the planner's table holds.
-        has_answers: states of answers are stored, where the trace has answers.
+        costs: costs of the model.
+        max_seen_chunks: limit of the prefixes in the planner's table.
+        has_answers: whether states of answers are stored, if the trace has answers.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Budgeted(PromptEnds):
         self._stored = moment.stored_tokens
         market = self._market()
         prompt = Prompt(moment.request.num_tokens, moment.resumed * chunk, moment.held * chunk)
-        prompt = self._seen.look(chunk, keys, prompt, market)
+        prompt = self._seen.add_facts(chunk, keys, prompt, market)
         placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
         self._experience = learn_request(self._experience, prompt, placement)
         self._seen.note(chunk, keys, prompt, placement, market)
-        self._awaited.meet(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
+        self._awaited.record_resumed(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
         return [stop.num_tokens // chunk for stop in placement.stops]
 
     def _is_unproven(self, moment: Moment) -> bool:

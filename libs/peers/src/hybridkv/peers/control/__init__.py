@@ -2,7 +2,7 @@
 
     curve.py      CURVE keys derived from the secret, and the ZAP handler
     sockets.py    ZeroMQ sockets with their limits, and one connection
-    door.py       a listener, and its limit on unauthenticated connections
+    listener.py   a listener, and its limit on unauthenticated connections
     dialing.py    outgoing connections
     loop.py       the thread
 

@@ -39,14 +39,14 @@ class CurveKeys(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return "CurveKeys(...)"
 
-    def serve(self, sock: zmq.Socket[bytes]) -> None:
+    def as_server(self, sock: zmq.Socket[bytes]) -> None:
         """Configures a listening socket to admit only clients that `ZapHandler` admits. Without one, it admits none."""
         sock.curve_server = True
         sock.curve_secretkey = self.server_secret
         sock.zap_domain = ZAP_DOMAIN
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def ask(self, sock: zmq.Socket[bytes]) -> None:
+    def as_client(self, sock: zmq.Socket[bytes]) -> None:
         """Configures a connecting socket to prove the secret and to require the same proof from the server."""
         sock.curve_serverkey = self.server_public
         sock.curve_publickey = self.client_public

@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 import zmq
 
 from hybridkv.peers.control.handlers import Handlers, LinkId
-from hybridkv.peers.control.sockets import FAILED, Line, Setup, endpoint, unwatched, watched
+from hybridkv.peers.control.sockets import (
+    FAILED,
+    ControlConnection,
+    ControlSettings,
+    endpoint,
+    start_monitor,
+    stop_monitor,
+)
 from hybridkv.peers.wire import CloseReason, is_loopback
 
 Address: TypeAlias = tuple[int, "tuple[str, int] | tuple[str, int, int, int]"]
@@ -32,7 +39,7 @@ class Resolver:
     def __init__(self) -> None:
         self._places = threading.BoundedSemaphore(MAX_NAMES)
 
-    def at_once(self, host: str, port: int) -> Address | None:
+    def parse_numeric(self, host: str, port: int) -> Address | None:
         """The address if `host` is numeric, else None. Catches the `ValueError` for a text that is not a host name."""
         try:
             return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
@@ -77,35 +84,35 @@ class DialTarget:
     handlers: Handlers
 
 
-class Dialing:
+class Dialer:
     """Outgoing connections of one loop. Only for the loop's thread.
 
     Args:
-        setup: of the loop. Without a secret, only loopback addresses are dialled.
-        dialled: returns the outgoing connections of the loop, oldest first.
-        begun: called with each new connection.
-        give_way: closes a connection to make room for a newer one.
+        settings: settings of the loop. Without a secret, only loopback addresses are connected to.
+        outgoing: returns the outgoing connections of the loop, oldest first.
+        on_connecting: called with each new connection.
+        make_room: closes a connection to make room for a newer one.
         end: called with the reason when no connection is made.
         post: runs a call on the loop's thread.
     """
 
     def __init__(
         self,
-        setup: Setup,
-        dialled: Callable[[], list[Line]],
-        begun: Callable[[Line], None],
-        give_way: Callable[[Line], None],
+        settings: ControlSettings,
+        outgoing: Callable[[], list[ControlConnection]],
+        on_connecting: Callable[[ControlConnection], None],
+        make_room: Callable[[ControlConnection], None],
         end: Callable[[LinkId, Handlers, CloseReason], None],
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._setup = setup
-        self._dialled = dialled
-        self._limits = setup.limits
-        self._begun = begun
-        self._give_way = give_way
+        self._settings = settings
+        self._outgoing = outgoing
+        self._limits = settings.limits
+        self._on_connecting = on_connecting
+        self._make_room = make_room
         self._end = end
         self._post = post
-        self._clock = setup.clock
+        self._clock = settings.clock
         self._resolver = Resolver()
         self._waiting: dict[LinkId, tuple[DialTarget, float]] = {}
 
@@ -114,7 +121,7 @@ class Dialing:
         return len(self._waiting)
 
     def begin(self, link: LinkId, call: DialTarget) -> None:
-        if not self._setup.keys.has_secret and not is_loopback(call.host):
+        if not self._settings.keys.has_secret and not is_loopback(call.host):
             self._end(link, call.handlers, CloseReason.NO_SECRET)
         elif not self._has_room():
             self._end(link, call.handlers, CloseReason.TOO_MANY)
@@ -123,16 +130,16 @@ class Dialing:
             self._resolve(link, call)
 
     def _has_room(self) -> bool:
-        dialled = self._dialled()
-        if len(dialled) + len(self._waiting) < self._limits.max_connections:
+        outgoing = self._outgoing()
+        if len(outgoing) + len(self._waiting) < self._limits.max_connections:
             return True
-        oldest = next((each for each in dialled if not each.is_open), None)
+        oldest = next((each for each in outgoing if not each.is_open), None)
         if oldest is not None:
-            self._give_way(oldest)
+            self._make_room(oldest)
         return oldest is not None
 
     def _resolve(self, link: LinkId, call: DialTarget) -> None:
-        address = self._resolver.at_once(call.host, call.port)
+        address = self._resolver.parse_numeric(call.host, call.port)
         if address is not None:
             self._dial(link, address)
             return
@@ -151,41 +158,43 @@ class Dialing:
         if sockets is None or address is None:
             self._end(link, call.handlers, CloseReason.UNREACHABLE)
             return
-        line = Line(link, call.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=call.expected_peer)
-        self._begun(line)
+        connection = ControlConnection(
+            link, call.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=call.expected_peer
+        )
+        self._on_connecting(connection)
 
     def _connecting(self, address: Address) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None:
         """A connecting socket and its monitor; None if the system refuses at once."""
         made: list[zmq.Socket[bytes]] = []
         try:
-            sock = self._setup.socket(zmq.DEALER, ":" in address[1][0])
+            sock = self._settings.socket(zmq.DEALER, ":" in address[1][0])
             made.append(sock)
-            self._setup.keys.ask(sock)
+            self._settings.keys.as_client(sock)
             sock.reconnect_ivl = -1
             sock.connect_timeout = int(self._limits.handshake_timeout_s * 1000)
-            monitor = watched(self._setup.context, sock, EVENTS)
+            monitor = start_monitor(self._settings.context, sock, EVENTS)
             made.append(monitor)
             sock.connect(endpoint(address[1]))
         except zmq.ZMQError:
             if len(made) == 2:
-                unwatched(*made)
+                stop_monitor(*made)
             for each in made:
                 each.close(0)
             return None
         return sock, monitor
 
-    def give_up(self, link: LinkId, reason: CloseReason) -> None:
+    def cancel(self, link: LinkId, reason: CloseReason) -> None:
         """Gives up a connection that waits for name resolution. Ignores any other link."""
         waiting = self._waiting.pop(link, None)
         if waiting is not None:
             self._end(link, waiting[0].handlers, reason)
 
-    def give_up_late(self, now_s: float) -> None:
+    def cancel_late(self, now_s: float) -> None:
         """Gives up connections that waited for name resolution longer than `handshake_timeout_s`."""
         for link, (_, began_s) in list(self._waiting.items()):
             if now_s - began_s > self._limits.handshake_timeout_s:
-                self.give_up(link, CloseReason.TOO_SLOW)
+                self.cancel(link, CloseReason.TOO_SLOW)
 
     def close(self) -> None:
         for link in list(self._waiting):
-            self.give_up(link, CloseReason.DONE)
+            self.cancel(link, CloseReason.DONE)

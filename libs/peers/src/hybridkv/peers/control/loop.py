@@ -21,18 +21,18 @@ from collections.abc import Callable
 import zmq
 
 from hybridkv.peers.control.curve import CurveKeys, ZapHandler
-from hybridkv.peers.control.dialing import Dialing, DialTarget
-from hybridkv.peers.control.door import Door
+from hybridkv.peers.control.dialing import Dialer, DialTarget
 from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId
+from hybridkv.peers.control.listener import Listener
 from hybridkv.peers.control.sockets import (
     FAILED,
     RECEIVED_AT_A_TIME,
     Commands,
-    Line,
-    Setup,
+    ControlConnection,
+    ControlSettings,
     Socket,
     events_of,
-    unwatched,
+    stop_monitor,
     why_failed,
 )
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
@@ -47,7 +47,7 @@ from hybridkv.peers.wire import (
     Secret,
     WireError,
     WireLimits,
-    Word,
+    WireMessage,
     demand_secret,
 )
 
@@ -83,22 +83,24 @@ class ControlLoop:
         self._context = zmq.Context()
         # Each outgoing connection uses one socket, and two for its events.
         self._context.set(zmq.MAX_SOCKETS, 3 * limits.max_connections + 64)
-        self._setup = Setup(self._context, CurveKeys.of(secret), limits, clock)
-        self._doorkeeper = ZapHandler(self._context, self._setup.keys)
+        self._settings = ControlSettings(self._context, CurveKeys.of(secret), limits, clock)
+        self._zap_handler = ZapHandler(self._context, self._settings.keys)
         self._commands = Commands()
         self._poller = zmq.Poller()
         self._calls: dict[object, Callable[[], None]] = {}
-        self._wait_for(self._commands.woken.fileno(), self._commands.drain)
-        self._wait_for(self._doorkeeper.socket, self._doorkeeper.answer)
+        self._call_when_readable(self._commands.woken.fileno(), self._commands.drain)
+        self._call_when_readable(self._zap_handler.socket, self._zap_handler.answer)
         self._links = itertools.count(1)
-        self._lines: dict[LinkId, Line] = {}
+        self._connections: dict[LinkId, ControlConnection] = {}
         self._open: set[LinkId] = set()
         self._num_opened = 0
         self._ended: Counter[CloseReason] = Counter()
-        self._doors: list[Door] = []
-        self._gone: list[Line] = []
-        give_way = functools.partial(self._close, reason=CloseReason.TOO_MANY)
-        self._dialing = Dialing(self._setup, self._dialled, self._begun, give_way, self._end, self._commands.post)
+        self._listeners: list[Listener] = []
+        self._disconnected: list[ControlConnection] = []
+        make_room = functools.partial(self._close, reason=CloseReason.TOO_MANY)
+        self._dialer = Dialer(
+            self._settings, self._outgoing, self._on_connecting, make_room, self._end, self._commands.post
+        )
         self._closing_until_s: float | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-control", daemon=True)
@@ -113,18 +115,20 @@ class ControlLoop:
         reach if there is no secret, and `PeersProtocolError` after `close`.
         """
         demand_secret("host", host, self._secret)
-        self._demand_open("listen")
+        self._require_running("listen")
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
-        door = Door(self._setup, (str(address[0]), int(address[1])), handlers, self._count, self._gone.append)
-        self._commands.post(lambda: self._add_door(door))
-        return door.address
+        listener = Listener(
+            self._settings, (str(address[0]), int(address[1])), handlers, self._count, self._disconnected.append
+        )
+        self._commands.post(lambda: self._add_listener(listener))
+        return listener.address
 
     def connect(self, host: str, port: int, expected_peer: str | None, handlers: Handlers) -> LinkId:
         """Starts a connection. `opened` or `closed` follows within `handshake_timeout_s`.
 
         `expected_peer` is the name that the peer must have; None accepts any peer that has the secret.
         """
-        self._demand_open("connect")
+        self._require_running("connect")
         link = LinkId(next(self._links))
         call = DialTarget(host, port, expected_peer, handlers)
         self._commands.post(lambda: self._begin(link, call))
@@ -162,7 +166,7 @@ class ControlLoop:
         self._thread.join(timeout_s + 1.0)
         return not self._thread.is_alive()
 
-    def _demand_open(self, call: str) -> None:
+    def _require_running(self, call: str) -> None:
         if self._is_closed:
             raise PeersProtocolError(f"{call}: called after close")
 
@@ -170,23 +174,23 @@ class ControlLoop:
 
     def _run(self) -> None:
         while self._closing_until_s is None:
-            for part in (self._look, self._commands.obey, self._give_up_late):
+            for part in (self._poll_sockets, self._commands.run_queued, self._close_late):
                 self._safely(part)
         self._finish(self._closing_until_s)
 
-    def _look(self) -> None:
-        gone = self._gone.copy()
-        self._gone.clear()
-        found = {source for source, _ in self._poller.poll(self._pause_ms(bool(gone)))}
+    def _poll_sockets(self) -> None:
+        disconnected = self._disconnected.copy()
+        self._disconnected.clear()
+        found = {source for source, _ in self._poller.poll(self._poll_timeout_ms(bool(disconnected)))}
         for source in found:
             if (call := self._calls.get(source)) is not None:
                 self._safely(call)
-        for line in gone:
-            # Its last messages are received first.
-            if line.socket in found:
-                self._gone.append(line)
+        for connection in disconnected:
+            # Its last messages are received before it is closed.
+            if connection.socket in found:
+                self._disconnected.append(connection)
             else:
-                self._close(line, CloseReason.RESET)
+                self._close(connection, CloseReason.RESET)
 
     def _safely(self, action: Callable[[], None]) -> None:
         """Runs `action` and logs an exception, so that a bug in one connection does not stop the others."""
@@ -195,13 +199,13 @@ class ControlLoop:
         except Exception:
             logger.exception("unexpected error on the thread of control connections")
 
-    def _pause_ms(self, is_ending: bool) -> int | None:
+    def _poll_timeout_ms(self, is_ending: bool) -> int | None:
         if self._commands or is_ending:
             return 0
-        is_waiting = self._dialing or any(not each.is_open for each in self._lines.values())
+        is_waiting = self._dialer or any(not each.is_open for each in self._connections.values())
         return int(self._limits.handshake_timeout_s * 250) if is_waiting else None
 
-    def _wait_for(self, source: object, call: Callable[[], None]) -> None:
+    def _call_when_readable(self, source: object, call: Callable[[], None]) -> None:
         """Runs `call` whenever the socket or file descriptor is readable."""
         self._calls[source] = call
         self._poller.register(source, zmq.POLLIN)
@@ -210,159 +214,161 @@ class ControlLoop:
         self._closing_until_s = until_s
 
     def _finish(self, until_s: float) -> None:
-        self._commands.obey()
-        for line in [*self._lines.values()]:
-            self._safely(functools.partial(self._close, line, CloseReason.DONE))
-        self._dialing.close()
-        for door in self._doors:
-            door.close()
+        self._commands.run_queued()
+        for connection in [*self._connections.values()]:
+            self._safely(functools.partial(self._close, connection, CloseReason.DONE))
+        self._dialer.close()
+        for listener in self._listeners:
+            listener.close()
         self._commands.close()
-        # What waits is sent meanwhile.
+        # Queued messages are sent until then.
         self._context.destroy(linger=max(0, int((until_s - self._clock()) * 1000)))
 
     # New connections.
 
-    def _add_door(self, door: Door) -> None:
+    def _add_listener(self, listener: Listener) -> None:
         if self._closing_until_s is not None:
-            door.close()
-            door.socket.close()
+            listener.close()
+            listener.socket.close()
             return
-        self._doors.append(door)
-        self._wait_for(door.monitor, door.look)
-        self._wait_for(door.socket, functools.partial(self._receive_at_door, door))
+        self._listeners.append(listener)
+        self._call_when_readable(listener.monitor, listener.process_events)
+        self._call_when_readable(listener.socket, functools.partial(self._receive_accepted, listener))
 
     def _begin(self, link: LinkId, call: DialTarget) -> None:
         if self._closing_until_s is not None:
             self._end(link, call.handlers, CloseReason.DONE)
         else:
-            self._dialing.begin(link, call)
+            self._dialer.begin(link, call)
 
-    def _dialled(self) -> list[Line]:
-        return [each for each in self._lines.values() if each.monitor is not None]
+    def _outgoing(self) -> list[ControlConnection]:
+        return [each for each in self._connections.values() if each.monitor is not None]
 
-    def _begun(self, line: Line) -> None:
-        self._lines[line.link] = line
-        self._wait_for(line.monitor, functools.partial(self._look_at_line, line))
-        self._wait_for(line.socket, functools.partial(self._receive_dialled, line))
-        # If this fails, the connection has failed already and its monitor reports the reason.
-        line.say(self._hello)
+    def _on_connecting(self, connection: ControlConnection) -> None:
+        self._connections[connection.link] = connection
+        self._call_when_readable(connection.monitor, functools.partial(self._process_events_of, connection))
+        self._call_when_readable(connection.socket, functools.partial(self._receive_outgoing, connection))
+        # If this fails, the connection has ended already, and its monitor reports the reason.
+        connection.send(self._hello)
 
-    def _look_at_line(self, line: Line) -> None:
-        assert line.monitor is not None
-        for event, value in events_of(line.monitor):
-            if line.link not in self._lines:
+    def _process_events_of(self, connection: ControlConnection) -> None:
+        assert connection.monitor is not None
+        for event, value in events_of(connection.monitor):
+            if connection.link not in self._connections:
                 return
             if event == zmq.EVENT_CLOSED:
-                self._close(line, CloseReason.UNREACHABLE)
+                self._close(connection, CloseReason.UNREACHABLE)
             elif event & FAILED:
-                self._close(line, why_failed(event, value, CloseReason.HUNG_UP))
+                self._close(connection, why_failed(event, value, CloseReason.HUNG_UP))
             else:
-                self._gone.append(line)
+                self._disconnected.append(connection)
 
     # Received messages.
 
-    def _receive_at_door(self, door: Door) -> None:
+    def _receive_accepted(self, listener: Listener) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
             try:
-                route, *frames = door.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                route, *frames = listener.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            line = door.lines.get(route.bytes)
-            if line is not None:
-                self._handle(line, frames)
+            connection = listener.connections.get(route.bytes)
+            if connection is not None:
+                self._handle(connection, frames)
             else:
-                self._handle_stranger(door, route.bytes, frames)
+                self._handle_first_message(listener, route.bytes, frames)
 
-    def _receive_dialled(self, line: Line) -> None:
+    def _receive_outgoing(self, connection: ControlConnection) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
-            if line.link not in self._lines:
+            if connection.link not in self._connections:
                 return
             try:
-                frames = line.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                frames = connection.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            self._handle(line, frames)
+            self._handle(connection, frames)
 
-    def _handle_stranger(self, door: Door, route: bytes, frames: list[zmq.Frame]) -> None:
-        """Handles a message of a stranger that has the secret. Without a valid Hello it stays a stranger."""
+    def _handle_first_message(self, listener: Listener, route: bytes, frames: list[zmq.Frame]) -> None:
+        """Handles the first message of an accepted connection. Only a valid Hello opens the connection."""
         try:
             hello = self._check_hello(self._decode(frames), None)
-            if len(self._lines) - len(self._dialled()) >= self._limits.max_connections:
+            if len(self._connections) - len(self._outgoing()) >= self._limits.max_connections:
                 raise WireError(CloseReason.TOO_MANY, "max_connections reached")
         except WireError as error:
             self._count(error.reason)
             if error.reason in _SENT_REASONS:
-                self._send_bye(door.socket, route, error.reason)
+                self._send_bye(listener.socket, route, error.reason)
             return
-        door.look()
+        listener.process_events()
         fd = int(frames[-1].get(zmq.SRCFD))
-        line = Line(LinkId(next(self._links)), door.handlers, door.socket, self._clock(), route, fd)
-        door.let_in(line)
-        self._lines[line.link] = line
-        if self._send(line, self._hello):
-            self._run_for(line, lambda: self._opened(line, hello.name))
+        connection = ControlConnection(
+            LinkId(next(self._links)), listener.handlers, listener.socket, self._clock(), route, fd
+        )
+        listener.add(connection)
+        self._connections[connection.link] = connection
+        if self._send(connection, self._hello):
+            self._run_for(connection, lambda: self._opened(connection, hello.name))
 
-    def _handle(self, line: Line, frames: list[zmq.Frame]) -> None:
-        self._run_for(line, lambda: self._dispatch(line, self._decode(frames)))
+    def _handle(self, connection: ControlConnection, frames: list[zmq.Frame]) -> None:
+        self._run_for(connection, lambda: self._dispatch(connection, self._decode(frames)))
 
-    def _run_for(self, line: Line, action: Callable[[], None]) -> None:
+    def _run_for(self, connection: ControlConnection, action: Callable[[], None]) -> None:
         """Runs `action`; a bad message or a failing handler ends the connection."""
         try:
             action()
         except WireError as error:
-            self._close(line, error.reason, error.detail)
+            self._close(connection, error.reason, error.detail)
         except Exception as error:
             logger.warning("closing a control connection: handling its message failed", exc_info=True)
-            self._close(line, CloseReason.HANDLER, type(error).__name__)
+            self._close(connection, CloseReason.HANDLER, type(error).__name__)
 
-    def _decode(self, frames: list[zmq.Frame]) -> Word:
+    def _decode(self, frames: list[zmq.Frame]) -> WireMessage:
         if len(frames) != 1:
             raise WireError(CloseReason.MALFORMED, f"a message in {len(frames)} parts")
         return self._codec.decode(frames[0].bytes)
 
-    def _check_hello(self, word: Word, expected_peer: str | None) -> Hello:
-        if isinstance(word, Bye):
-            raise WireError(_RECEIVED_REASONS.get(word.reason, CloseReason.ENDED), "sent by the peer")
-        if not isinstance(word, Hello):
-            raise WireError(CloseReason.UNEXPECTED, f"{type(word).__name__} in place of Hello")
-        if word.version != PROTOCOL_VERSION:
-            raise WireError(CloseReason.VERSION, f"version {word.version}; this side speaks {PROTOCOL_VERSION}")
-        if not 0 < len(word.name.encode()) <= MAX_NAME_BYTES:
-            raise WireError(CloseReason.OVERSIZED, f"a name of {len(word.name)} characters")
-        if word.name == self._name:
+    def _check_hello(self, message: WireMessage, expected_peer: str | None) -> Hello:
+        if isinstance(message, Bye):
+            raise WireError(_RECEIVED_REASONS.get(message.reason, CloseReason.ENDED), "sent by the peer")
+        if not isinstance(message, Hello):
+            raise WireError(CloseReason.UNEXPECTED, f"{type(message).__name__} in place of Hello")
+        if message.version != PROTOCOL_VERSION:
+            raise WireError(CloseReason.VERSION, f"version {message.version}; this side speaks {PROTOCOL_VERSION}")
+        if not 0 < len(message.name.encode()) <= MAX_NAME_BYTES:
+            raise WireError(CloseReason.OVERSIZED, f"a name of {len(message.name)} characters")
+        if message.name == self._name:
             raise WireError(CloseReason.SELF, "connected to this process itself")
-        if expected_peer not in (None, word.name):
-            raise WireError(CloseReason.WRONG_PEER, f"{word.name!r} answers for {expected_peer!r}")
-        return word
+        if expected_peer not in (None, message.name):
+            raise WireError(CloseReason.WRONG_PEER, f"{message.name!r} answers for {expected_peer!r}")
+        return message
 
-    def _opened(self, line: Line, peer_name: str) -> None:
-        line.is_open = True
+    def _opened(self, connection: ControlConnection, peer_name: str) -> None:
+        connection.is_open = True
         self._num_opened += 1
-        self._open.add(line.link)
-        line.handlers.opened(line.link, peer_name)
+        self._open.add(connection.link)
+        connection.handlers.opened(connection.link, peer_name)
 
-    def _dispatch(self, line: Line, word: Word) -> None:
-        if not line.is_open:
-            self._opened(line, self._check_hello(word, line.expected_peer).name)
-        elif isinstance(word, Bye):
-            raise WireError(CloseReason.ENDED, f"the peer closed it: {word.reason}")
-        elif isinstance(word, Hello):
+    def _dispatch(self, connection: ControlConnection, message: WireMessage) -> None:
+        if not connection.is_open:
+            self._opened(connection, self._check_hello(message, connection.expected_peer).name)
+        elif isinstance(message, Bye):
+            raise WireError(CloseReason.ENDED, f"the peer closed it: {message.reason}")
+        elif isinstance(message, Hello):
             raise WireError(CloseReason.UNEXPECTED, "a second Hello")
         else:
-            line.handlers.received(line.link, word)
+            connection.handlers.received(connection.link, message)
 
     # Sent messages.
 
     def _send_if_open(self, link: LinkId, body: bytes) -> None:
-        line = self._lines.get(link)
-        if line is not None and line.is_open:
-            self._send(line, body)
+        connection = self._connections.get(link)
+        if connection is not None and connection.is_open:
+            self._send(connection, body)
 
-    def _send(self, line: Line, body: bytes) -> bool:
+    def _send(self, connection: ControlConnection, body: bytes) -> bool:
         """Sends one message. If that fails, closes the connection and returns False."""
-        why_not = line.say(body)
+        why_not = connection.send(body)
         if why_not is not None:
-            self._close(line, why_not)
+            self._close(connection, why_not)
         return why_not is None
 
     def _send_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
@@ -373,41 +379,43 @@ class ControlLoop:
 
     # Connections that end.
 
-    def _give_up_late(self) -> None:
+    def _close_late(self) -> None:
         """Closes connections that are not open after `handshake_timeout_s`."""
         now_s = self._clock()
-        self._dialing.give_up_late(now_s)
-        for line in [*self._lines.values()]:
-            if not line.is_open and now_s - line.began_s > self._limits.handshake_timeout_s:
-                self._close(line, CloseReason.TOO_SLOW)
+        self._dialer.cancel_late(now_s)
+        for connection in [*self._connections.values()]:
+            if not connection.is_open and now_s - connection.began_s > self._limits.handshake_timeout_s:
+                self._close(connection, CloseReason.TOO_SLOW)
 
     def _end_link(self, link: LinkId, reason: CloseReason) -> None:
-        if line := self._lines.get(link):
-            self._close(line, reason)
+        if connection := self._connections.get(link):
+            self._close(connection, reason)
         else:
-            self._dialing.give_up(link, reason)
+            self._dialer.cancel(link, reason)
 
-    def _close(self, line: Line, reason: CloseReason, detail: str = "") -> None:
+    def _close(self, connection: ControlConnection, reason: CloseReason, detail: str = "") -> None:
         """Closes a connection. Does nothing if it is closed."""
-        if line.link not in self._lines:
+        if connection.link not in self._connections:
             return
         logger.debug("control connection closed: %s %s", reason, detail)
-        bye_sent = reason in _SENT_REASONS and line.is_open
+        bye_sent = reason in _SENT_REASONS and connection.is_open
         if bye_sent:
-            self._send_bye(line.socket, line.route, reason)
-        if line.monitor is None:
-            next(door for door in self._doors if door.socket is line.socket).see_off(line, bye_sent)
+            self._send_bye(connection.socket, connection.route, reason)
+        if connection.monitor is None:
+            next(listener for listener in self._listeners if listener.socket is connection.socket).remove(
+                connection, bye_sent
+            )
         else:
-            for source in (line.socket, line.monitor):
+            for source in (connection.socket, connection.monitor):
                 del self._calls[source]
                 self._poller.unregister(source)
-            unwatched(line.socket, line.monitor)
-            line.socket.close(int(BYE_S * 1000) if bye_sent else 0)
-        self._end(line.link, line.handlers, reason)
+            stop_monitor(connection.socket, connection.monitor)
+            connection.socket.close(int(BYE_S * 1000) if bye_sent else 0)
+        self._end(connection.link, connection.handlers, reason)
 
     def _end(self, link: LinkId, handlers: Handlers, reason: CloseReason) -> None:
-        """Forgets a link, counts its end and calls `closed`."""
-        self._lines.pop(link, None)
+        """Removes a connection, counts the reason and calls `closed`."""
+        self._connections.pop(link, None)
         self._open.discard(link)
         self._count(reason)
         try:

@@ -34,7 +34,7 @@ _monitors = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ControlSettings:
     """Shared settings of all connections of a loop."""
 
     context: Context
@@ -57,8 +57,8 @@ class Setup:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
-    """One connection. Accepted ones share a socket and have a `route`; dialled ones have their own socket."""
+class ControlConnection:
+    """One connection. Accepted ones share a socket and have a `route`; outgoing ones have their own socket."""
 
     link: LinkId
     handlers: Handlers
@@ -69,11 +69,11 @@ class Line:
     address: Address = ("", 0)
     """Address of the peer. Set, like `fd`, only for an accepted connection."""
     monitor: Socket | None = None
-    """Set, like `expected_peer`, only for a dialled connection."""
+    """Set, like `expected_peer`, only for an outgoing connection."""
     expected_peer: str | None = None
     is_open: bool = False
 
-    def say(self, body: bytes) -> CloseReason | None:
+    def send(self, body: bytes) -> CloseReason | None:
         """Sends one message without blocking. None, or the reason why it cannot be sent."""
         try:
             self.socket.send_multipart([body] if self.route is None else [self.route, body], zmq.DONTWAIT)
@@ -90,7 +90,7 @@ def endpoint(address: tuple[Any, ...]) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def watched(context: Context, sock: Socket, events: int) -> Socket:
+def start_monitor(context: Context, sock: Socket, events: int) -> Socket:
     """Monitor socket that reports connection events of `sock`."""
     address = f"inproc://monitor-{next(_monitors)}"
     sock.monitor(address, events)
@@ -101,7 +101,7 @@ def watched(context: Context, sock: Socket, events: int) -> Socket:
     return monitor
 
 
-def unwatched(sock: Socket, monitor: Socket) -> None:
+def stop_monitor(sock: Socket, monitor: Socket) -> None:
     """Closes the monitor. Call it before `sock` is closed: libzmq waits for the reader of its events."""
     sock.disable_monitor()
     monitor.close()
@@ -156,7 +156,7 @@ class Commands:
         with contextlib.suppress(OSError):
             self.woken.recv(4096)
 
-    def obey(self) -> None:
+    def run_queued(self) -> None:
         """Runs the commands queued before this call. Logs an exception and continues."""
         for _ in range(len(self._queue)):
             try:

@@ -22,7 +22,7 @@ from hybridkv.peers.wire.messages import (
     Reply,
     RequestDigests,
     RequestMessage,
-    Word,
+    WireMessage,
     pack_columns,
     unpack_columns,
 )
@@ -51,7 +51,7 @@ __all__ = [
     "Secret",
     "WireError",
     "WireLimits",
-    "Word",
+    "WireMessage",
     "demand_secret",
     "is_loopback",
     "pack_columns",

@@ -147,7 +147,7 @@ Message: TypeAlias = (
 )
 """Messages between the owners of a connection."""
 
-Word: TypeAlias = Message | Hello | Bye
+WireMessage: TypeAlias = Message | Hello | Bye
 
 
 def pack_columns(columns: Sequence[npt.ArrayLike]) -> bytes:
@@ -172,25 +172,25 @@ class MessageCodec:
     def __init__(self, limits: WireLimits) -> None:
         self._limits = limits
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Word)
+        self._decoder = msgspec.msgpack.Decoder(WireMessage)
 
-    def encode(self, message: Word) -> bytes:
+    def encode(self, message: WireMessage) -> bytes:
         """Raises `PeersProtocolError` if the message is larger than the peer accepts; the caller must split it."""
         body = self._encoder.encode(message)
         if len(body) > self._limits.max_frame_bytes:
             raise PeersProtocolError(f"a {type(message).__name__} of {len(body)} bytes does not fit into a frame")
         return body
 
-    def decode(self, body: bytes) -> Word:
+    def decode(self, body: bytes) -> WireMessage:
         """Raises `WireError` for bytes that are not a message and for a message that exceeds a limit."""
         try:
-            message: Word = self._decoder.decode(body)
+            message: WireMessage = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise WireError(CloseReason.MALFORMED, f"not a message: {type(error).__name__}") from None
         self._check(message)
         return message
 
-    def _check(self, message: Word) -> None:
+    def _check(self, message: WireMessage) -> None:
         for name in message.__struct_fields__:
             value = getattr(message, name)
             if isinstance(value, str) and len(value) > self._limits.max_text_bytes:

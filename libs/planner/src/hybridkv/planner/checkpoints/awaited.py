@@ -35,30 +35,30 @@ class AwaitedStates:
         self._max_states = max_states
         self._waiting: OrderedDict[Hashable, None] = OrderedDict()
         self._num_noted = 1.0
-        self._num_met = 0.0
+        self._num_resumed = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
-    def met_share(self) -> float:
+    def resumed_share(self) -> float:
         """Share of the recent states that a later request resumed or could have resumed; mostly below 1, and 0 at the
-        start. About 500 states count."""
-        return self._num_met / self._num_noted
+        start. The last states count, about 500."""
+        return self._num_resumed / self._num_noted
 
     def note(self, key: Hashable) -> None:
-        """Records an answer that ends here with a state, stored or not. A second one here is a return to the first."""
+        """Records an answer with a state at its end, stored or not. A known key counts as a later use of its state."""
         if key in self._waiting:
-            self.meet((key,))
+            self.record_resumed((key,))
             return
         self._num_noted = self._num_noted * KEPT_SHARE + 1
-        self._num_met *= KEPT_SHARE
+        self._num_resumed *= KEPT_SHARE
         self._waiting[key] = None
         self._waiting.move_to_end(key)
         if len(self._waiting) > self._max_states:
             self._waiting.popitem(last=False)
 
-    def meet(self, keys: Iterable[Hashable]) -> None:
+    def record_resumed(self, keys: Iterable[Hashable]) -> None:
         """Records a request that resumes at one of these boundaries, or diverges there from the stored prefix.
 
         The attention blocks show this even if the state is gone. Each state counts once.
@@ -66,7 +66,7 @@ class AwaitedStates:
         for key in keys:
             if key in self._waiting:
                 del self._waiting[key]
-                self._num_met += 1
+                self._num_resumed += 1
 
     def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
         """True if a state that saves `num_tokens` for each later request saves no more than its bytes cost.
@@ -75,12 +75,12 @@ class AwaitedStates:
         unproven.
         """
         experience = market.experience
-        if self.met_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:
+        if self.resumed_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:
             return True
         if experience.bytes_ever >= YOUNG * market.capacity_bytes:
             return False
         displaced = DEARER * costs.state_bytes * experience.resumed_tokens
-        return self.met_share * num_tokens * experience.stored_bytes <= displaced
+        return self.resumed_share * num_tokens * experience.stored_bytes <= displaced
 
     def forget(self) -> None:
         """Forgets all states after the store was cleared. Keeps the statistics."""

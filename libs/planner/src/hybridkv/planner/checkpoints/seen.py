@@ -113,7 +113,7 @@ class SeenPrefixes:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def look(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
+    def add_facts(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
         """Returns the prompt with the facts of this table: branches, divergence, aged and missed tokens.
 
         Aged: last used before the last `OLD_SHARE` of the store's capacity was stored. Missed: not held, and used since

@@ -1,9 +1,9 @@
 """Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
-Eviction is least recently used, per record, and no record is evicted before the records that extend it. After a start,
-records have their order; what they extend is set when they are used. Evictions take effect in memory at once; the
-janitor changes files later. Only the constructor, `clear` and `close` wait for a device; the last two for a bounded
-time.
+The least recently used record is evicted first, but never before the records that extend it. After a start, records
+have their order of use. The index learns which record another one extends when a request uses it. Evictions take effect
+in memory at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device, the
+last two for a bounded time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DiskIndex(SyncLookups):
     """`TierIndex` over segment files of all ranks of one engine.
 
     Args:
-        path: of the store, absolute. It is created if it does not exist; its parent must exist.
-        fingerprint: of the cache. Bytes stored under another fingerprint are never read.
+        path: absolute path of the store. It is created if it does not exist; its parent must exist.
+        fingerprint: fingerprint of the cache. Bytes stored under another fingerprint are never read.
         options: see `DiskOptions`.
-        janitor: runs file work; None: on a thread of its own. `close` closes it.
-        io: calls of the operating system.
+        janitor: runs file work; None for one with its own thread. `close` closes it.
+        io: system calls.
         clock: seconds, for intervals.
 
     Raises:
@@ -117,8 +117,8 @@ class DiskIndex(SyncLookups):
         self._maintenance.write_changes()
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
-        """See the contract. BUSY while file work that may make room runs or waits: a segment is created, deleted or
-        emptied. NO_ROOM if there is no such work: the file system is full, or every segment has a reader, for example.
+        """See the contract. BUSY if file work that is running or due may make room: a segment is created, deleted or
+        emptied. NO_ROOM without such work, for example if the file system is full or every segment has a reader.
         """
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
@@ -193,7 +193,7 @@ class DiskIndex(SyncLookups):
             self._maintenance.collect()
             if self._maintenance.has_unwritten_epoch:
                 logger.warning(
-                    "clear is not on disk yet in %s; a crash now would undo it, and nothing is stored before it is",
+                    "clear is not on disk yet in %s; until it is, nothing is stored, and a crash would undo it",
                     self._namespace.root.path,
                 )
         self._maintenance.run()
@@ -216,14 +216,14 @@ class DiskIndex(SyncLookups):
         return self._maintenance.state.tally.take()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all due file work is done, or failed and backs off. False if `timeout_s` passed first.
+        """Wait until all due file work is done, or has failed and is due later. False on timeout.
 
         After that, records that were invalidated or aborted stay withdrawn even if the process crashes.
         """
         return self._maintenance.drain(timeout_s)
 
     def close(self) -> None:
-        """Offer nothing, refuse later reservations, and leave committed records to the next start.
+        """Stop: offer no chunk and refuse reservations. Committed records remain for the next start.
 
         Waits for file work at most `close_timeout_s`. Open pins and reservations may still be released.
         """
@@ -250,13 +250,14 @@ class DiskIndex(SyncLookups):
         if is_done or not self._janitor.leave(self._namespace.close):
             self._namespace.close()
         else:
-            logger.warning("%s is still locked until file work ends, which it did not in time", self._namespace.path)
+            logger.warning("file work did not end in time: %s stays locked until it ends", self._namespace.path)
 
     def _end_work(self) -> bool:
-        """True if the janitor ended in time. A snapshot that takes too long is cancelled: the changes hold the same."""
+        """True if the janitor ended in time. Cancels a snapshot that takes too long: the file of changes has the same
+        content."""
         timeout_s = self._options.close_timeout_s
         if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
             return True
-        logger.info("%s: no time for a snapshot; the next start reads the changes", self._namespace.path)
+        logger.info("%s: no time for a snapshot; the next start reads the file of changes", self._namespace.path)
         self._maintenance.cancel_snapshot()
         return self._janitor.close((1 - _SNAPSHOT_SHARE) * timeout_s)

@@ -32,7 +32,7 @@ from hybridkv.tiers.disk.format.layout import (
 from hybridkv.tiers.disk.format.segment import RECORD_HEAD_BYTES, RecordHeader, verify
 from hybridkv.tiers.disk.index.found import FoundRecord
 from hybridkv.tiers.disk.recovery.recovery import recover
-from hybridkv.tiers.files.directory import Directory, read_at, refused, root_path
+from hybridkv.tiers.files.directory import Directory, directory_error, read_at, root_path
 from hybridkv.tiers.files.file_io import FileIO
 
 MAX_METADATA_BYTES = 1 << 34
@@ -128,7 +128,7 @@ class StoreInspector:
         try:
             self._root = Directory.root(io or FileIO(), path, create=False)
         except OSError as error:
-            raise refused(path, error) from error
+            raise directory_error(path, error) from error
 
     def names(self) -> list[str]:
         """Names of the namespaces, the last opened first."""

@@ -274,7 +274,7 @@ def open_root(io: FileIO, path: str) -> Directory:
     try:
         return Directory.root(io, path, create=True)
     except OSError as error:
-        raise refused(path, error) from error
+        raise directory_error(path, error) from error
 
 
 def require_directory(path: str, may_be_shared: bool = False) -> None:
@@ -288,12 +288,12 @@ def require_directory(path: str, may_be_shared: bool = False) -> None:
     except FileNotFoundError as error:
         parent = os.path.dirname(path.rstrip("/"))
         if not os.access(parent, os.R_OK | os.W_OK | os.X_OK):
-            raise refused(path, error) from error
+            raise directory_error(path, error) from error
     except OSError as error:
-        raise refused(path, error) from error
+        raise directory_error(path, error) from error
 
 
-def refused(path: str, error: OSError) -> TierConfigurationError:
+def directory_error(path: str, error: OSError) -> TierConfigurationError:
     """Error for an operator if a file or directory of a store cannot be used."""
     if isinstance(error, ForeignFileError):
         at = error.filename

@@ -26,9 +26,9 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import (
     Directory,
     ForeignFileError,
+    directory_error,
     joined_pieces,
     read_into,
-    refused,
     root_path,
     write_all,
 )
@@ -94,7 +94,7 @@ class DirectoryStore:
         self._may_be_shared = may_be_shared
         self._io = io or FileIO()
         self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-files")
-        self._has_complained = False
+        self._has_logged_failure = False
         self.num_unlisted = 0
         """Directories of namespaces that could not be opened, since the start: lists lack their objects."""
 
@@ -108,7 +108,7 @@ class DirectoryStore:
         try:
             root = Directory.root(self._io, self._path, True, self._may_be_shared)
         except OSError as error:
-            refusal = refused(self._path, error)
+            refusal = directory_error(self._path, error)
             hint = refusal.hint
             if isinstance(error, ForeignFileError) and not self._may_be_shared:
                 hint += "; or a secret_file, if users share it"
@@ -169,7 +169,7 @@ class DirectoryStore:
             with self._directory(path, create=False) as (directory, name):
                 fd = directory.open_file(name, os.O_RDONLY)
         except (ForeignFileError, NotADirectoryError) as error:
-            self._complain(error)
+            self._log_failure(error)
             raise FileNotFoundError(error.errno, error.strerror, path) from error
         found = StoredFile(self._io, fd, options.get("range"), self._pool)
         if options.get("if_none_match") == found.meta["e_tag"]:
@@ -365,11 +365,11 @@ class DirectoryStore:
             for directory in opened:
                 directory.close()
 
-    def _complain(self, error: OSError) -> None:
+    def _log_failure(self, error: OSError) -> None:
         """Log a foreign file, at warning level once. It counts as a miss."""
-        log = logger.debug if self._has_complained else logger.warning
+        log = logger.debug if self._has_logged_failure else logger.warning
         log("%s %s: not an object, ignored", error.filename, error.strerror)
-        self._has_complained = True
+        self._has_logged_failure = True
 
 
 class StoredFile:

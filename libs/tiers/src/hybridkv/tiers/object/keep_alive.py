@@ -123,7 +123,7 @@ class KeepAlive:
         """The store's clock is ahead of this host's wall clock by so much."""
         self._compared_s = _NEVER_CHECKED
         self.num_renewed = self.num_dropped = self.num_failed = 0
-        self._has_complained = False
+        self._has_logged_failure = False
 
     @property
     def has_waiting(self) -> bool:
@@ -175,13 +175,13 @@ class KeepAlive:
                 continue
             try:
                 manifest.due_s = await self._renewed(prefix, manifest)
-                self._has_complained = False
+                self._has_logged_failure = False
             except FileNotFoundError:
                 self._manifests.pop(prefix, None)
             except Exception as error:
-                log = logger.debug if self._has_complained else logger.warning
+                log = logger.debug if self._has_logged_failure else logger.warning
                 log("an object in use could not be kept alive: %s", describe(error))
-                self._has_complained = True
+                self._has_logged_failure = True
                 self.num_failed += 1
                 manifest.due_s = self._clock() + RETRY_S
 

@@ -33,17 +33,17 @@ class PeerAnswer(NamedTuple):
 
 
 class ConnectionLost(NamedTuple):
-    """The connection to a peer ended, or was not established while a lookup waited for it: the peer answers no lookup,
-    and its leases are void."""
+    """The connection to a peer ended, or could not be established for a waiting lookup. No open lookup gets an answer,
+    and the peer's leases are void."""
 
     peer: PeerId
     answered_s: float
     was_ready: bool = True
-    """False: the connection was not established, so the peer had given no lease over it."""
+    """False if the connection was never established; then the peer has given no lease."""
 
 
 class PeerClient(LookupClient, Protocol):
-    """Lookup client of a `PeerIndex`. The items of `events` are `Answered` and `ConnectionLost`."""
+    """Lookup client of a `PeerIndex`. The items of `events` are `PeerAnswer` and `ConnectionLost`."""
 
     def ready(self) -> Sequence[PeerId]:
         """Listed peers that can be sent a lookup now."""
@@ -60,10 +60,10 @@ class PeerClient(LookupClient, Protocol):
     def send_hinted_lookup(
         self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
     ) -> bool:
-        """Send a lookup to a peer that a hint names, and connect to it first if needed. False as `send_lookup`.
+        """Send a lookup to a peer that a hint names. If it is not connected, connect first; the lookup waits meanwhile.
 
-        `hinted` are the peers of the same hint: none of them is removed to make room for this one.
-        Until the peer is connected the lookup waits. `ConnectionLost` follows if the connection is not established.
+        `hinted` are the peers of the same hint: none of them is removed to make room for this one. False as for
+        `send_lookup`. `ConnectionLost` follows if the connection cannot be established.
         """
         ...
 
@@ -82,7 +82,7 @@ class PeerLookupClient:
 
     Args:
         loop: control connections. Closed by `close`.
-        about: description of this scheduler.
+        description: description of this scheduler.
         peers: addresses of other schedulers.
         leases: leases of peers.
         options: limits.

@@ -2,11 +2,11 @@
 hinted peers when they are needed, and passes messages to callbacks.
 
 On every connection both sides first send a description; other messages follow only if the fingerprints are equal. An
-unreachable or incompatible peer is tried again later, at a call of `ready` or `reach`; no call waits for it. Callbacks
+unreachable or incompatible peer is tried again later, in a call of `ready` or `reach`; no call waits for it. Callbacks
 run on the loop's thread.
 
-The number of hinted peers is limited. A new one replaces one that is not connected, or the least recently used one; it
-replaces none that a request waits for, and none that the caller uses.
+The number of hinted peers is limited. A new one replaces one that is not connected, or else the least recently used
+one. A peer with a waiting request is never replaced, nor one that the caller says is in use.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hybridkv.tiers.peer.places import Address, PeerId
 logger = logging.getLogger(__name__)
 
 INCOMPATIBLE_RETRY_FACTOR = 60
-"""Factor on `retry_s` for an incompatible peer, which may be restarted with other settings."""
+"""Factor on `retry_s` for an incompatible peer. It is tried again, because it may restart with other settings."""
 SELF = "is this engine itself: skipped"
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
 MAX_HINTED_LINES = 64
-"""Limit of logged lines about hinted peers, since clients name their addresses."""
+"""Limit of logged lines about hinted peers, because clients choose their addresses."""
 
 
 class IncomingHandler(Protocol):
@@ -59,8 +59,8 @@ class OutgoingHandler(Protocol):
     def on_reply(self, peer: PeerId, request: int, body: bytes) -> None: ...
 
     def on_lost(self, peer: PeerId, was_ready: bool) -> None:
-        """The connection to a ready peer ended, or an attempt for which a request waited. Open requests get no
-        reply."""
+        """The connection to a ready peer ended, or a connection attempt failed and a request waited for it. Open
+        requests get no reply."""
         ...
 
 
@@ -84,7 +84,7 @@ class NodeCallbacks:
 class _Peer:
     name: PeerId
     address: Address
-    """Address of this process at the peer: its scheduler, or one of its ranks."""
+    """Address to connect to: the peer's scheduler, or one of its ranks."""
     link: LinkId | None = None
     is_ready: bool = False
     retry_s: float = 0.0
@@ -109,7 +109,7 @@ class PeerNode:
         peers: addresses of the listed peers; the number of a peer is its index.
         options: limits.
         clock: seconds.
-        port_offset: ports from a peer's scheduler to the process that this one connects to.
+        port_offset: offset from the port of a peer's scheduler to that of the rank to connect to; 0 for the scheduler.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class PeerNode:
     def send_request(self, name: PeerId, request: int, body: bytes, may_wait: bool = False) -> bool:
         """Send a request. False if the peer is not ready; then no reply comes.
 
-        With `may_wait`, a request to a peer with a young connection attempt waits for the end of the attempt.
+        With `may_wait`, a request waits if a connection attempt has just begun, until the attempt ends.
         """
         with self._lock:
             peer = self._find(name)
@@ -253,7 +253,7 @@ class PeerNode:
 
     def _on_message(self, peer: _Peer, link: LinkId, message: Message) -> None:
         if isinstance(message, Describe) and not peer.is_ready:
-            differs = self._refuse(link, message)
+            differs = self._check_description(link, message)
             if differs is not None:
                 peer.is_incompatible = True
                 self._warn_once(peer, differs)
@@ -273,7 +273,7 @@ class PeerNode:
         else:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
 
-    def _refuse(self, link: LinkId, message: Describe) -> str | None:
+    def _check_description(self, link: LinkId, message: Describe) -> str | None:
         """Check a description. None if it is compatible; otherwise refuse the peer and return the difference."""
         theirs = messages.decode_description(message.description)
         differs = messages.difference(self._description, theirs)
@@ -324,7 +324,7 @@ class PeerNode:
     def _on_incoming_message(self, link: LinkId, message: Message) -> None:
         is_known = self._described.get(link, False)
         if isinstance(message, Describe) and not is_known:
-            differs = self._refuse(link, message)
+            differs = self._check_description(link, message)
             self._described[link] = differs is None
             if (
                 differs is not None

@@ -81,7 +81,7 @@ class _RemoteSpace(Generic[P]):
 
 
 class RemoteIndex(Generic[P]):
-    """Base of a tier's index.
+    """Base class of the index of a remote tier.
 
     Args:
         client: lookup client. The index closes it.
@@ -110,9 +110,10 @@ class RemoteIndex(Generic[P]):
         self._changes = 0
         """Number of changes to the found chunks. Part of `generation`."""
         self._num_taken_over = 0
-        """Ledger reservations and commits that were not stores. Subtracted from the counts."""
+        """Found chunks that were moved into the ledger. Each was reserved and committed there, but not stored, so the
+        counts leave it out."""
         self._num_expired = 0
-        """Ledger withdrawals due to expiry. Subtracted from the counts."""
+        """Ledger entries that were withdrawn because they expired. The counts of invalidations leave them out."""
         self._forgotten = [0, 0]
         """Number and bytes of found chunks that were dropped to make room."""
 
@@ -440,7 +441,7 @@ class RemoteIndex(Generic[P]):
         return self._known.forget_all() + len(places)
 
     def take_counts(self) -> TierCounts:
-        """Counts since the last call, without ledger operations caused by lookups or expiry."""
+        """Counts since the last call. Ledger operations of lookups and of expiry are left out."""
         self._poll_events()
         counts = self._known.tally.take()
         num_taken_over, self._num_taken_over = self._num_taken_over, 0

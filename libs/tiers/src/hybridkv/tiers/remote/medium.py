@@ -16,7 +16,7 @@ CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
 
 
 class RemoteMedium:
-    """Base of a tier's medium.
+    """Base class of the medium of a remote tier.
 
     Args:
         max_waiting: limit of open operations. One more fails with BUSY.

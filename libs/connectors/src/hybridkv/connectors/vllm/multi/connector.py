@@ -204,7 +204,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         own: list[Any] = []
         others: list[Any] = []
         for child in self._children:
-            # Other connectors may repeat events or omit removals, so to track their blocks would take unbounded memory.
+            # Other connectors may omit removals, so a table of their blocks would grow without bound.
             (own if child.config.connector == CONNECTOR else others).extend(child.connector.take_events())
         return self._announced_blocks.filter_new(own) + others
 
@@ -235,7 +235,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
                 each.set_xfer_handshake_metadata_pp_aware(of_each)
 
     def reset_cache(self) -> bool | None:
-        answers = self._all("reset_cache")
+        answers = self._call_all("reset_cache")
         return all(answer is not False for answer in answers)
 
     def _selector(self) -> Selector:
@@ -246,9 +246,9 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
     # Both sides.
 
     def shutdown(self) -> None:
-        self._all("shutdown")
+        self._call_all("shutdown")
 
-    def _all(self, method: str) -> list[Any]:
+    def _call_all(self, method: str) -> list[Any]:
         """Calls a method of every child, even if one raises. Then raises the first error."""
         answers, errors = [], []
         for child in self._children:
@@ -264,7 +264,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return MultiStats.collect(self._scheduler.take_stats() if self._scheduler is not None else None, self._children)
 
-    # Before the engine runs, and in the API process.
+    # Called before the engine is built, and in the API process.
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -290,7 +290,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
-        """Whether a child needs it. Checks the configuration too: see `HalfConnector`."""
+        """Whether a child needs it. Also checks the configuration, as `ConnectorBase` does."""
         require_valid(cls.__name__, extra_config, compat.transfer_keys())
         answers = []
         for i, (connector_class, transfer) in enumerate(resolve_without_engine(extra_config)):

@@ -151,7 +151,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
             each.set_host_xfer_buffer_ops(copy_operation)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        metadata = _own(connector_metadata)
+        metadata = _as_multi_metadata(connector_metadata)
         super().bind_connector_metadata(metadata)
         self._worker_saves.begin(metadata.saving)
         self._timer.begin(metadata.sync_children)
@@ -231,7 +231,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
         return MultiWorkerMetadata(children, measured.step if measured else None, self._timer.take())
 
 
-def _own(metadata: KVConnectorMetadata) -> MultiMetadata:
+def _as_multi_metadata(metadata: KVConnectorMetadata) -> MultiMetadata:
     if not isinstance(metadata, MultiMetadata):
         raise TypeError(f"expected MultiMetadata, got {type(metadata).__name__}")
     return metadata

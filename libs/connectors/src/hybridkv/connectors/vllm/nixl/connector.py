@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.base.half_connector import HalfConnector
+from hybridkv.connectors.vllm.common.base.connector_base import ConnectorBase
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import suspect_groups
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 
-class HybridNixlConnector(HalfConnector[NixlScheduler, NixlWorker]):
+class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
     """Connector that hands a prompt's KV cache from the engine that computed it to the engine that decodes.
 
     Raises:

@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096
-"""Limit for remembered states of answers, to count those that a later request reuses. The oldest is dropped."""
+"""Limit for remembered states of answers; the oldest is dropped. They show how many later requests reuse."""
 
 
-class Answers:
+class AnswerStates:
     """States of answers of one connector.
 
     Args:
         layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
-        costs: costs of a state.
+        costs: cost of a state.
         metrics: counts what happens.
     """
 
@@ -66,19 +66,19 @@ class Answers:
         """States of answers, stored or not, that no request has reused yet."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
-        """States of an answer that this step leaves whole, or the one before it did. It is asked each step.
+        """States of an answer at the boundary where this step or the one before it ends. Called in each step.
 
         Args:
             tracked: the request. It has keys.
             num_scheduled: tokens that the step computes.
-            tables: to be read now.
+            tables: block tables of the running requests, valid during this call.
         """
         request, step = tracked.request, self._step_tokens
         start = request.num_computed_tokens
         for end in (start + num_scheduled, start):
             if end % step or end < request.num_prompt_tokens or end <= tracked.checkpoint_state.newest_tokens:
                 continue
-            # Tokens that an asynchronous scheduler does not have yet have no key. They are there one step later.
+            # With asynchronous scheduling the last tokens are not known yet, so they have no key until the next step.
             if end <= min(request.num_tokens, len(tracked.prefix_hashes()) * self._layout.hash_block_tokens):
                 return self._states_at(request.request_id, end, tables)
         return []
@@ -95,13 +95,13 @@ class Answers:
         return states
 
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Counts the remembered states in the prompt of a request that begins to compute after `num_tokens`, also those
-        that were evicted or not stored."""
+        """Counts remembered states that a request reuses: those in its prompt at or after `num_tokens`, where its
+        computation begins. States that were evicted or not stored count too."""
         if tracked.checkpoint_state.was_admitted or not len(self._awaited):  # the states may be its own
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
-        self._awaited.meet(keys.key(group, place * step) for place in range(max(1, first), last + 1))
+        self._awaited.record_resumed(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
     def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
         """Whether to store a state of an answer: if there is free room, or if the share of such states that requests
@@ -115,7 +115,7 @@ class Answers:
         return market.has_room(self._costs) or not self._awaited.is_unproven(gained_tokens, market, self._costs)
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
-        """Called after a store of these states was planned. Some may have been refused."""
+        """Called after a store of these states was planned; a tier may have refused some. Withdraws older states."""
         before, newest = tracked.checkpoint_state.newest_tokens, max(state.num_tokens for state in states)
         if newest <= before or not self._is_stored(tracked, newest):
             return
@@ -157,8 +157,8 @@ class CheckpointOptions:
         max_stops: limit for the stops of one request.
         has_answers: states of answers are stored too.
         step_tokens: cost of one more step, in computed tokens.
-        cut_tokens: the engine's own last stop in a prompt is at the last multiple of this.
-        has_drafts: a drafter may move that stop back by one multiple.
+        cut_tokens: the engine itself stops a prompt at its last multiple of this.
+        has_drafts: there is a drafter, which may move that stop back by one multiple.
     """
 
     max_stops: int
@@ -179,10 +179,10 @@ class Checkpoints:
     Args:
         layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
-        kept_in: names of the slower tiers that get all chunks of host memory.
+        kept_in: names of the secondary tiers to which all chunks are copied.
         options: options of checkpoints.
         prefill_stops: makes the engine stop.
-        is_alone: no other connector uses `prefill_stops`.
+        is_alone: whether no other connector uses `prefill_stops`.
         metrics: counts what happens.
     """
 
@@ -214,7 +214,7 @@ class Checkpoints:
         self._seen = SeenPrefixes(MAX_SEEN)
         self._num_forgotten = 0
         self._num_bytes = 0
-        self._answers = Answers(layout, stack, self._costs, metrics) if options.has_answers else None
+        self._answers = AnswerStates(layout, stack, self._costs, metrics) if options.has_answers else None
 
     def begin(self, request: Request) -> None:
         """Called when the engine looks a request up."""
@@ -227,15 +227,15 @@ class Checkpoints:
         Args:
             tracked: the request. It has keys.
             offered_tokens: tokens that are offered to the engine.
-            loss: tokens that the groups hold; None without a lookup.
+            loss: tokens that the FULL groups hold beyond the hit; None without a lookup.
         """
         request, start = tracked.request, tracked.computed_tokens + offered_tokens
         if tracked.is_storable and tracked.hints.store:
             junction = self._junction(tracked, loss)
 
             def plan(begins_at: int) -> Placement:
-                # Another connector may load more tokens than this one. If it loads fewer, nothing is computed again for
-                # states that are stored here.
+                # Another connector may load more tokens than this one. If it loads fewer, the stops still begin where
+                # this connector's stored tokens end: their states are stored already.
                 asked = Prompt(
                     request.num_prompt_tokens,
                     max(start, begins_at),
@@ -244,7 +244,7 @@ class Checkpoints:
                     keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
                 if tracked.checkpoint_state.asked != asked:
-                    # If equal, nothing has changed since the last lookup, after which the engine had no room.
+                    # Equal if the engine had no room after the last lookup and nothing has changed since.
                     tracked.checkpoint_state = self._planned(tracked, asked)
                 return tracked.checkpoint_state.placement
 
@@ -262,15 +262,15 @@ class Checkpoints:
 
     def _planned(self, tracked: TrackedRequest, asked: Prompt) -> CheckpointState:
         market, step = self._market(), self._step_tokens
-        prompt = self._seen.look(step, self._prefixes(tracked), asked, market)
+        prompt = self._seen.add_facts(step, self._prefixes(tracked), asked, market)
         placement = plan_stops(step, prompt, market, self._costs, self._limits)
         return CheckpointState(asked, prompt, placement, was_admitted=tracked.checkpoint_state.was_admitted)
 
     def _prefixes(self, tracked: TrackedRequest) -> Sequence[bytes]:
-        """A key for each prefix of a prompt that ends where a state can be stored."""
+        """Keys of the prompt's prefixes, one for each boundary where a state can be stored."""
         spec, step, keys = self._layout.spec, self._step_tokens, tracked.keys()
         last = (tracked.request.num_prompt_tokens - 1) // step
-        # The key of a drafter's group depends on tokens after the prefix, which may not be there yet.
+        # The key of a drafter's group depends on tokens after the prefix, which may not exist yet.
         group = min(spec.stored_groups, key=lambda each: (spec.groups[each].lookahead_tokens, each != spec.first_full))
         if not last:
             return ()
@@ -322,9 +322,9 @@ class Checkpoints:
         return states
 
     def _is_loaded(self, tracked: TrackedRequest, state: State) -> bool:
-        """Whether this is the loaded state, and the only tier still holds it.
+        """Whether the request was loaded up to this state, and the only tier still has the state.
 
-        The load has touched it. A second touch would let the prompt's own, deeper state be evicted first.
+        It is not stored again: the store would touch it, and the prompt's own, deeper state would be evicted before it.
         """
         asked = tracked.checkpoint_state.asked
         if self._stack.secondary or asked is None or state.num_tokens != asked.resumed_tokens:
@@ -332,8 +332,8 @@ class Checkpoints:
         return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
-        """Number of tokens before which a request with `computed_tokens` has no new state of an answer, except those
-        that the engine hands over; 0 if each step may have one."""
+        """Tokens up to which `states` finds no state of an answer for a request with `computed_tokens`: the next
+        boundary. 0 if the next step may find one. States that the engine hands over are not included."""
         if self._answers is None:
             return sys.maxsize
         step = self._step_tokens

@@ -74,7 +74,7 @@ class OffloadScheduler:
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
         self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
-        local.is_wrong = self._corrupt_blocks.holds
+        local.is_wrong = self._corrupt_blocks.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, metrics, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, metrics, self._keeper)
@@ -213,7 +213,7 @@ class OffloadScheduler:
         if self._checkpoints is not None:
             self._checkpoints.advance(scheduler_output)
         loads, self._planned_loads = self._planned_loads, []
-        loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt_blocks.holds)
+        loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt_blocks.is_corrupt)
         if not compat.loads_after_forward(scheduler_output):
             loads = self._in_flight.without_local_copies(loads)
         return self._with_moves(

@@ -1,8 +1,8 @@
 """Worker side of HybridOffloadConnector: executes plans. It plans nothing, and raises no error into the engine's step.
 
-A chunk is sealed with its key and checksum after it is copied out, and checked before any of its bytes is copied in
-(`verify_ram` can leave out checksums there, not keys).
-The checksum is that of the bytes that the copy engine wrote, if it computes one; else it is computed from the slot.
+A stored chunk is sealed with its key and checksum. Before a load copies a byte, both are compared; if `verify_ram` is
+"sampled" or "off", some or all chunks are compared by key alone. The checksum comes from the copy engine if it computes
+one while it copies; else it is computed from the slot.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ DRAIN_S = 10.0
 
 
 IDLE_WAIT_S = 0.002
-"""Longest wait for loads in a step without a forward pass. The engine pauses about as long between such steps; where it
-does not, its thread would hold the interpreter lock that the copy thread needs."""
+"""Longest wait for loads in a step without a forward pass. The engine pauses about as long between such steps. In
+an engine without a pause, its thread would hold the interpreter lock that the copy thread needs."""
 
 
 class OffloadWorker(RankWorker):

@@ -18,7 +18,7 @@ from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.locks import TakenError, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.errors import TierConfigurationError, is_shortage
-from hybridkv.tiers.files.directory import Directory, ForeignFileError, open_root, refused
+from hybridkv.tiers.files.directory import Directory, ForeignFileError, directory_error, open_root
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.files.path_safety import warn_if_replaceable
 
@@ -77,7 +77,7 @@ class Namespace:
             self._opened = self._open(self.root)
         except OSError as error:
             self.root.close()
-            raise refused(path, error) from error
+            raise directory_error(path, error) from error
         except TierConfigurationError:
             self.root.close()
             raise

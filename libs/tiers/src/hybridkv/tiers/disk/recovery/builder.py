@@ -25,7 +25,7 @@ from hybridkv.tiers.disk.maintenance.withdrawals import WriteEpoch
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.recovery.recovery import FoundStore, recover
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.files.directory import refused
+from hybridkv.tiers.files.directory import directory_error
 from hybridkv.tiers.yielding import trim_heap
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def build_store(
 ) -> OpenedStore:
     """Build the tables and do the file work that is due. `TierConfigurationError` if the directory cannot be read; the
     namespace is then closed."""
-    with _without_collections():
+    with _without_garbage_collection():
         opened = _build_store(namespace, fingerprint, options, sizes, clock)
     trim_heap()
     opened.state.records.make_room(0, 0)
@@ -56,8 +56,8 @@ def build_store(
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Turn garbage collection off: nothing built here is garbage, and repeated collections take longer than the
+def _without_garbage_collection() -> Iterator[None]:
+    """Turn garbage collection off: no object built here is garbage, and repeated collections take longer than the
     building."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -121,7 +121,7 @@ def _recover(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -
         remove_leftovers(namespace.directory)
     except OSError as error:
         namespace.close()
-        raise refused(namespace.root.path, error) from error
+        raise directory_error(namespace.root.path, error) from error
     return found
 
 
@@ -151,8 +151,8 @@ def _segment_table(sizes: DiskSizes, found: FoundStore) -> SegmentTable:
 def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
     """Evict whole segments if the capacity is smaller than before.
 
-    First, segments larger than any of this capacity: no other segments would fit beside them. Then those with the least
-    live bytes for their size.
+    First the segments that are larger than this capacity allows for one: too few others fit beside them. Then those
+    with the smallest share of live bytes.
     """
     compaction = Compaction(segments, records)
     left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in segments.dead.values()) * sizes.num_ranks
@@ -172,7 +172,7 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
 def _write_epoch(files: StoreFiles, found: FoundStore) -> Epoch:
     is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
     if found.is_restarted and is_written:
-        # Its addresses are given out again.
+        # The new store assigns the same addresses again, so the journal's entries would match wrong records.
         with contextlib.suppress(OSError):
             files.namespace.directory.remove_file(JOURNAL_NAME)
     return Epoch(found.epoch, is_written)

@@ -27,7 +27,7 @@ def encode_epoch(seals: Seals, name: str, epoch: int) -> bytes:
 def decode_epoch(seals: Seals, name: str, data: bytes) -> int | None:
     """Decode a mark. None if this fleet did not write it under this name."""
     head, seal = data[: _HEAD.size], data[_HEAD.size :]
-    if len(data) != EPOCH_MARK_BYTES or not seals.holds(seal, name.encode(), head):
+    if len(data) != EPOCH_MARK_BYTES or not seals.is_valid(seal, name.encode(), head):
         return None
     magic, epoch = _HEAD.unpack(head)
     return int(epoch) if magic == MAGIC else None

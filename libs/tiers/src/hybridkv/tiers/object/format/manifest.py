@@ -114,7 +114,7 @@ def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Man
 def is_sealed(seals: Seals, name: str, data: bytes) -> bool:
     """Whether this fleet wrote these bytes under this name. Does not decode them."""
     view = memoryview(data)
-    return len(data) >= SEAL_BYTES and seals.holds(data[:SEAL_BYTES], name.encode(), view[SEAL_BYTES:])
+    return len(data) >= SEAL_BYTES and seals.is_valid(data[:SEAL_BYTES], name.encode(), view[SEAL_BYTES:])
 
 
 def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> list[ManifestNode] | None:

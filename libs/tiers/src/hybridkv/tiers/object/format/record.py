@@ -98,7 +98,7 @@ def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> b
 def check_seal(seals: Seals, header: bytes, place: PartPlace, views: Sequence[memoryview]) -> Failure | None:
     """Check the seal of a header, and with keyed seals of the bytes. None if it is valid."""
     head, seal = header[: _HEAD.size], header[_HEAD.size : HEADER_BYTES]
-    if seals.holds(seal, head, place.words(), views=views):
+    if seals.is_valid(seal, head, place.words(), views=views):
         return None
     return Failure(
         FailureReason.CHECKSUM, f"the seal in {place.object_name} at {place.offset} is not that of this chunk"

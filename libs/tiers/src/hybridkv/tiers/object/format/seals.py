@@ -44,6 +44,6 @@ class Seals:
                 digest.update(view)
         return digest.digest()
 
-    def holds(self, seal: bytes, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bool:
+    def is_valid(self, seal: bytes, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bool:
         """Whether a seal matches. Constant time."""
         return hmac.compare_digest(seal, self.of(*parts, views=views))

@@ -132,7 +132,7 @@ class EpochTracker:
             except Exception as error:
                 if isinstance(error, TierConfigurationError) and not self._opened.done():
                     self._opened.set_exception(error)
-                self._loop.complain("reached", error)
+                self._loop.log_failure("reached", error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, options.last_retry_s)
                 continue
@@ -180,4 +180,4 @@ class EpochTracker:
         try:
             await begin_epoch(self._store, self._seals, self._cache, epoch)
         except Exception as error:
-            self._loop.complain("reset", error)
+            self._loop.log_failure("reset", error)

@@ -29,7 +29,7 @@ class StoreLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writes: set[asyncio.Task[None]] = set()
         """Tasks that `close` waits for."""
-        self._has_complained = False
+        self._has_logged_failure = False
         self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-calls")
         """For blocking calls; coroutines of obstore need no thread."""
         self._loop = asyncio.new_event_loop()
@@ -76,20 +76,20 @@ class StoreLoop:
         """Make a blocking call on another thread."""
         return await asyncio.wrap_future(self._pool.submit(call, *arguments))
 
-    def complain(self, doing: str, error: Exception) -> None:
-        """Log a failed request at warning level once, until `succeeded`. Further failures are logged at debug level.
+    def log_failure(self, doing: str, error: Exception) -> None:
+        """Log a failed request: as a warning, but at debug level if the last one failed too.
 
         Args:
-            doing: what could not be done with the store, a past participle.
+            doing: past participle of the action that failed, such as "read".
             error: the error.
         """
-        log = logger.debug if self._has_complained else logger.warning
+        log = logger.debug if self._has_logged_failure else logger.warning
         log("the object store could not be %s: %s", doing, describe(error))
-        self._has_complained = True
+        self._has_logged_failure = True
 
     def succeeded(self) -> None:
         """A request succeeded."""
-        self._has_complained = False
+        self._has_logged_failure = False
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -140,7 +140,7 @@ class ManifestStore:
                 try:
                     await self._loop.call(sweeper.sweep)
                 except Exception as error:
-                    self._loop.complain("swept", error)
+                    self._loop.log_failure("swept", error)
                 took_s = time.monotonic() - began_s
             first_s = self._options.sweep_s if is_reached else self._options.first_retry_s
             await asyncio.sleep(max(first_s, _SWEEP_PAUSE * took_s))

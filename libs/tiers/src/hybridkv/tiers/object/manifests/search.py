@@ -151,7 +151,7 @@ class ManifestSearcher:
                 answer = await asyncio.wait_for(self._found(request, keys), left_s)
         except Exception as error:
             if not isinstance(error, TimeoutError):
-                self._loop.complain("read", error)
+                self._loop.log_failure("read", error)
         finally:
             self._on_ended(answer or LookupFailed(request, self._clock()))
             self._num_searching[is_for_store] -= 1

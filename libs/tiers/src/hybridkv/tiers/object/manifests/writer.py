@@ -126,7 +126,7 @@ class ManifestWriter:
             self._reader.trust(name)
             self._renewer.on_written(prefix, name)
         except Exception as error:
-            self._loop.complain("written to", error)
+            self._loop.log_failure("written to", error)
             self._unpublished[prefix] = None  # retried with the next store
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:

@@ -1,6 +1,6 @@
 """Base class of the connectors that store KV.
 
-Methods that vLLM calls and that are not defined here or in `half_connector` keep vLLM's default. `WaitingScheduler` is
+Methods that vLLM calls and that are not defined here or in `connector_base` keep vLLM's default. `WaitingScheduler` is
 the scheduler's half until the store is open.
 """
 
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.base.half_connector import HalfConnector
+from hybridkv.connectors.vllm.common.base.connector_base import ConnectorBase
 from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
@@ -169,7 +169,7 @@ SUSPEND_S = 60.0
 """Longest wait for copies in flight before an engine sleeps."""
 
 
-class StoreConnector(HalfConnector["StoreScheduler | WaitingScheduler", StoreWorker]):
+class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWorker]):
     """Connector that stores KV. A subclass sets `_layout` and the half of this process.
 
     Raises:

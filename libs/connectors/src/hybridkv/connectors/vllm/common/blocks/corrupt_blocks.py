@@ -138,13 +138,13 @@ class CorruptBlocks:
         """Sets the engine's block pool."""
         self._pool = pool
 
-    def holds(self, block_id: int) -> bool:
+    def is_corrupt(self, block_id: int) -> bool:
         """Whether a block is corrupt. A block with a new hash was reused by another request, so it is not."""
         return block_id in self._corrupt and self._corrupt[block_id] == self._hash(block_id)
 
     def correct_states(self, handed_over: Sequence[tuple[int, int, int]], metrics: ConnectorMetrics) -> list[State]:
-        """Handed-over states of one request without corrupt ones, which `metrics` counts."""
-        states = [State(*state) for state in handed_over if not self.holds(state[1])]
+        """Handed-over states of one request that are correct. `metrics` counts the corrupt ones."""
+        states = [State(*state) for state in handed_over if not self.is_corrupt(state[1])]
         if len(states) < len(handed_over):
             metrics.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
         return states
@@ -162,7 +162,7 @@ class CorruptBlocks:
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
         """Records the corrupt blocks and misled requests of a step. Must be called before its stores are planned."""
         for request_id in (*(output.preempted_req_ids or ()), *(output.finished_req_ids or ())):
-            # It starts over, or has ended. Its blocks remain as they are.
+            # It starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
         misfiled = self._misfiled(output) if self.suspects.misfiled else ()
@@ -175,11 +175,11 @@ class CorruptBlocks:
                 for block_id in block_ids:
                     self._corrupt.pop(block_id, None)
         self._follow_copies(copies, compat.boundary_states(output))
-        # In order of admission: each request may have hit blocks that earlier ones are still to compute.
+        # In order of admission: a request may have hit blocks that a request admitted before it computes in this step.
         for request_id, computed_tokens in compat.admitted(output).items():
             self._admit(request_id, computed_tokens, tables(request_id), copies)
-        # Last, as some may belong to a request that starts in this step. The engine serves no hit on a state in the
-        # step in which it keeps the state, so no request has used these blocks yet.
+        # Last, because some may belong to a request that starts in this step. The engine serves a kept state only from
+        # the next step on, so no request has used these blocks yet.
         if misfiled and self._pool is not None:
             compat.evict_cached_blocks(self._pool, misfiled)
         for block_id in misfiled:
@@ -216,12 +216,12 @@ class CorruptBlocks:
     def _follow_copies(
         self, copies: Sequence[tuple[int, int]], handed_over: Mapping[str, Sequence[tuple[int, int, int]]]
     ) -> None:
-        """A copy of a corrupt block is corrupt. Destinations are newly allocated, so their earlier status is void."""
+        """Marks copies of corrupt blocks. Destinations are newly allocated, so earlier marks are removed."""
         destinations = {destination for _, destination in copies}
         for destination in destinations:
             self._corrupt.pop(destination, None)
         for source, destination in copies:
-            if source in destinations or self.holds(source):
+            if source in destinations or self.is_corrupt(source):
                 self._add(destination)
         for states in handed_over.values():
             for group, block_id, _ in states:
@@ -252,7 +252,7 @@ class CorruptBlocks:
                 source = sources.get(block_id)
                 if source in sources:
                     return "copied_copy"
-                if self.holds(block_id) or (source is not None and self.holds(source)):
+                if self.is_corrupt(block_id) or (source is not None and self.is_corrupt(source)):
                     cause = "wrong_block"
                 elif source is not None and group in self.suspects.partly_copied:
                     cause = cause or "partial_copy"

@@ -55,7 +55,7 @@ _COMPILER = "where and how compiled code is kept; the configuration determines i
 _SHIPPED = "part of an engine's package; the engine's version counts"
 
 EXCLUDED_VARIABLES: Mapping[str, str] = {
-    # Read by the engine, but not its own.
+    # Read by the engine, but not specific to it.
     "MAX_JOBS": _BUILD,
     "NVCC_THREADS": _BUILD,
     "CMAKE_BUILD_TYPE": _BUILD,
@@ -257,16 +257,16 @@ def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         f"{ENVIRONMENT}.{name}": digested(value)
         for name, value in sorted(environ.items())
-        if counts(name) and variable_exclusion_reason(name) is None and not _is_service_address(name, value)
+        if is_counted(name) and variable_exclusion_reason(name) is None and not _is_service_address(name, value)
     }
 
 
 def _is_service_address(name: str, value: str) -> bool:
-    """Whether Kubernetes set the variable to the address of a service, as `<SERVICE>_PORT` for Docker's old links."""
+    """Whether the variable is `<SERVICE>_PORT` with an address, which Kubernetes sets for each service."""
     return name.endswith("_PORT") and value.startswith(("tcp://", "udp://", "sctp://"))
 
 
-def counts(name: str) -> bool:
+def is_counted(name: str) -> bool:
     """Whether a variable matches `COUNTED`."""
     return any(fnmatchcase(name, pattern) for pattern in COUNTED)
 

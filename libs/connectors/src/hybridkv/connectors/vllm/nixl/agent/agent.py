@@ -46,7 +46,7 @@ class Backlog:
         return self._total
 
     def add(self, link: LinkId, num_bytes: int) -> bool:
-        """Adds a message unless it exceeds a limit. Returns whether it did."""
+        """Adds a message. Returns False, and adds nothing, if a limit would be exceeded."""
         with self._lock:
             waiting = self._by_link.get(link, 0) + num_bytes
             if waiting > MAX_LINK_BYTES or self._total + num_bytes > MAX_BYTES:
@@ -75,7 +75,7 @@ def message_bytes(message: Message) -> int:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_INBOX_MESSAGES = 1 << 16
-"""Most calls and messages that wait for the thread. A message beyond that ends its connection."""
+"""Limit of the calls and messages that wait for the thread. A further message ends its connection."""
 BUSY_S, IDLE_S = 0.001, 0.05
 """Poll intervals of the thread: with work in progress, and without."""
 CLOSE_S = 2.0
@@ -83,7 +83,7 @@ CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class AgentResults:
-    """Loads and leases that ended since the engine last took them."""
+    """Loads and leases that ended since the last `take_results`."""
 
     finished: set[str] = field(default_factory=set)
     failures: dict[str, NixlLoadFailure] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Agent:
         self._loop = loop
         self._transport = transport
         control = ControlChannel(
-            lambda host, port, name: loop.connect(host, port, name, self._handlers(self._of_producer)),
+            lambda host, port, name: loop.connect(host, port, name, self._handlers(self._on_producer_message)),
             loop.send,
             loop.end,
             lambda: self._inbox.put(lambda: None),
@@ -138,13 +138,13 @@ class Agent:
 
     def listen(self, host: str, port: int) -> int:
         """Listens for consumers. Returns the port. OSError if the address cannot be bound."""
-        return self._loop.listen(host, port, self._handlers(self._of_consumer))[1]
+        return self._loop.listen(host, port, self._handlers(self._on_consumer_message))[1]
 
     def submit(self, plan: NixlStepPlan) -> None:
         """Queues the scheduler's plan. The engine's thread calls this."""
         # A connected consumer may read the lease before the agent's thread runs next.
         for opened in plan.opened:
-            self._server.show(opened.lease)
+            self._server.publish(opened.lease)
         self._inbox.put(lambda: self._carry_out(plan))
 
     def take_results(self) -> AgentResults:
@@ -161,10 +161,10 @@ class Agent:
         is_over = self._server.is_closed(CLOSE_S) and self._reads.is_closed(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
 
-    # A simulation replaces these two methods and takes the turns itself.
+    # A simulation replaces these two methods and calls `_turn` itself.
 
     def _begin(self) -> None:
-        """Starts the turns."""
+        """Starts the thread."""
         self._thread.submit(self._run)
 
     def _join(self) -> bool:
@@ -185,7 +185,7 @@ class Agent:
             self._try(part)
 
     def _try(self, part: Callable[[], None]) -> None:
-        """Calls a part and logs its exception, so that other parts go on. A request without a report never ends."""
+        """Calls a part and logs its exception, so that the other parts go on: a request without a report never ends."""
         try:
             part()
         except Exception:
@@ -251,10 +251,10 @@ class Agent:
     # On the control connections' thread.
 
     def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
-        is_server = received == self._of_consumer
+        is_server = received == self._on_consumer_message
         opened: Callable[[LinkId], None] = self._server.opened if is_server else self._connections.opened
 
-        def say(link: LinkId, message: Message) -> None:
+        def on_message(link: LinkId, message: Message) -> None:
             num_bytes = message_bytes(message)
             if self._inbox.qsize() > MAX_INBOX_MESSAGES or not self._backlog.add(link, num_bytes):
                 self._loop.end(link, CloseReason.BACKLOG)
@@ -263,7 +263,7 @@ class Agent:
 
         return Handlers(
             opened=lambda link, name: self._inbox.put(lambda: opened(link)),
-            received=say,
+            received=on_message,
             closed=lambda link, reason: self._inbox.put(lambda: self._closed(link, reason)),
         )
 
@@ -276,14 +276,14 @@ class Agent:
         try:
             received(link, message)
         except Exception:
-            # The message passed all checks, so the state that the peer assumes is unknown.
+            # The message was valid but only partly handled, so the peer may assume another state than this side has.
             self._loop.end(link, CloseReason.HANDLER)
             raise
 
-    def _of_consumer(self, link: LinkId, message: Message) -> None:
+    def _on_consumer_message(self, link: LinkId, message: Message) -> None:
         self._server.received(link, message)
 
-    def _of_producer(self, link: LinkId, message: Message) -> None:
+    def _on_producer_message(self, link: LinkId, message: Message) -> None:
         peer = self._connections.of_link(link)
         if peer is None or self._connections.received(peer, message):
             return

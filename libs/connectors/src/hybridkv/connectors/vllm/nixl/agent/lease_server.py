@@ -42,13 +42,13 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
 MAX_DIGEST_REQUESTS, MAX_DIGEST_REQUESTS_PER_LINK = 1024, 256
-"""Most waiting requests for digests, of all consumers and of one. Further requests get `BUSY`."""
+"""Limits of waiting requests for digests: of all consumers, and of one connection. Further requests get `BUSY`."""
 MAX_LOG_CHARS = 200
-"""Most characters of a peer's text in a log line."""
+"""Limit of the characters of a peer's text in a log line."""
 ENDED, BUSY, DIGESTS_FAILED = "the lease has ended", "busy", "digests could not be taken"
-"""Reasons to send no digests, besides errors in a request."""
+"""Reasons to send no digests, in addition to errors in a request."""
 MAX_LEASE_LENGTHS = 20
-"""Most time that a lease can last with renewals, in multiples of its length."""
+"""Limit of the time that a lease lasts with renewals, in multiples of `lease_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ServerOptions:
     Args:
         description: description of this rank.
         capability: transport capability with which consumers read its memory.
-        max_leases: most leases at the same time.
+        max_leases: limit of the leases at one time.
         lease_s: how long a lease lasts without a renewal.
         clock: seconds.
     """
@@ -79,13 +79,13 @@ class _PendingDigests:
     lease: Lease
     exchange: Exchange
     request: DigestRequest
-    waits: bool = False
-    """The digest thread's queue was full."""
-    taken: Outcome[list[bytes]] | None = None
+    was_queue_full: bool = False
+    """The digest thread's queue was full at the last attempt."""
+    digests: Outcome[list[bytes]] | None = None
 
 
 class LeaseServer:
-    """Server for consumers. Call it from one thread, except `show`.
+    """Server for consumers. Call it from one thread, except `publish`.
 
     Args:
         options: options.
@@ -126,14 +126,14 @@ class LeaseServer:
     def is_busy(self) -> bool:
         """Whether the agent must poll often: for digests, or for a consumer's first read.
 
-        A transport may need turns of both sides for its first read from a peer.
+        For the first read from a peer, a transport may need calls of `progress` on both sides.
         """
         return bool(self._pending_digests or self._unread_links)
 
     # Calls of the engine.
 
-    def show(self, lease: Lease) -> None:
-        """Writes a lease into the table before `open`. The engine's thread calls this. It is safe, because no other
+    def publish(self, lease: Lease) -> None:
+        """Writes a lease into the table, before `open`. The engine's thread calls this. That is safe, because no other
         thread writes into a slot between two leases."""
         if 0 <= lease.slot < self._options.max_leases:
             self._memory.write_slot(lease.slot, lease.nonce)
@@ -144,7 +144,7 @@ class LeaseServer:
             self._leases.open(opened.request_id, opened.lease)
         except Exception:
             # Otherwise the lease would stay in the table forever.
-            self.show(Lease(opened.lease.slot, NO_NONCE))
+            self.publish(Lease(opened.lease.slot, NO_NONCE))
             raise
         self._opened[opened.lease] = opened.request_id
 
@@ -154,7 +154,7 @@ class LeaseServer:
         self._leases.abort(request_id)
 
     def offer(self, offered: OfferedRequest) -> None:
-        """Offers a finished request. Its consumer may know it already, and may even be done."""
+        """Offers a finished request to consumers. One may have used the lease already, and even have ended it."""
         request_id = offered.request_id
         self._forget(request_id)
         self._tables[request_id] = offered.tables
@@ -257,25 +257,25 @@ class LeaseServer:
         number, request_id = pending.number, self._leased_request(pending.lease)
         if request_id is None:
             return Digests(number, b"", ENDED)
-        return self._begin_digests(pending, request_id) if pending.taken is None else self._digests_of(pending)
+        return self._begin_digests(pending, request_id) if pending.digests is None else self._digests_of(pending)
 
     def _begin_digests(self, pending: _PendingDigests, request_id: str) -> Digests | None:
         tables = self._tables.get(request_id)
         if tables is None:
             return None
-        if pending.waits and self._digesting.is_full:
-            # The runs are computed again later: to keep them for all requests would take much memory.
+        if pending.was_queue_full and self._digesting.is_full:
+            # Do not keep the runs for all requests, because that would take much memory. They are computed again later.
             return None
         runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
         if isinstance(runs, Incompatibility):
             return Digests(pending.number, b"", str(runs)[:4096])
-        pending.taken = self._digesting.take(runs)
+        pending.digests = self._digesting.take(runs)
         # If the digest thread's queue is full, the request waits, at most until its lease ends.
-        pending.waits = pending.taken is None
+        pending.was_queue_full = pending.digests is None
         return self._digests_of(pending)
 
     def _digests_of(self, pending: _PendingDigests) -> Digests | None:
-        number, taken = pending.number, pending.taken
+        number, taken = pending.number, pending.digests
         if taken is None or not taken.is_done:
             return None
         if taken.error is not None or taken.value is None:

@@ -42,7 +42,7 @@ Scheduler = TypeVar("Scheduler", bound=SchedulerHalf)
 Worker = TypeVar("Worker")
 
 
-class HalfConnector(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker]):
+class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker]):
     """Connector of vLLM without the halves. A subclass has the half of this process.
 
     Raises:

@@ -18,12 +18,12 @@ from hybridkv.peers.control.handlers import Handlers
 from hybridkv.peers.control.sockets import (
     FAILED,
     Address,
-    Line,
-    Setup,
+    ControlConnection,
+    ControlSettings,
     endpoint,
     events_of,
-    unwatched,
-    watched,
+    start_monitor,
+    stop_monitor,
     why_failed,
 )
 from hybridkv.peers.wire import CloseReason
@@ -33,44 +33,44 @@ BACKLOG = 128
 UNBIND_S = 1.0
 
 
-class Door:
+class Listener:
     """One listener. Any thread may construct it; all methods are for the loop's thread.
 
     Args:
-        setup: of the loop.
+        settings: settings of the loop.
         address: numeric host and port. Raises `OSError` if it cannot be bound.
-        handlers: of the accepted connections.
-        count: called with the reason when a stranger leaves.
-        gone: called with each connection that ended. Its last messages may still be in the receive queue.
+        handlers: callbacks of the accepted connections.
+        count: called with the reason when a stranger disconnects.
+        on_ended: called with each connection that ended. Its last messages may still be in the receive queue.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        settings: ControlSettings,
         address: Address,
         handlers: Handlers,
         count: Callable[[CloseReason], None],
-        gone: Callable[[Line], None],
+        on_ended: Callable[[ControlConnection], None],
     ) -> None:
         self.handlers = handlers
-        self._max_strangers = setup.limits.max_handshakes
-        self._clock = setup.clock
-        self._count, self._gone = count, gone
+        self._max_strangers = settings.limits.max_handshakes
+        self._clock = settings.clock
+        self._count, self._on_ended = count, on_ended
         self._strangers: dict[int, Address] = {}
         """Peer address by file descriptor, oldest first."""
-        self._by_fd: dict[int, Line] = {}
+        self._by_fd: dict[int, ControlConnection] = {}
         self._failed: CloseReason | None = None
         self._is_unbound = False
-        self.lines: dict[bytes, Line] = {}
-        self.socket = setup.socket(zmq.ROUTER, ":" in address[0])
-        setup.keys.serve(self.socket)
+        self.connections: dict[bytes, ControlConnection] = {}
+        self.socket = settings.socket(zmq.ROUTER, ":" in address[0])
+        settings.keys.as_server(self.socket)
         self.socket.router_mandatory = True
         self.socket.backlog = BACKLOG
-        self.monitor = watched(setup.context, self.socket, EVENTS)
+        self.monitor = start_monitor(settings.context, self.socket, EVENTS)
         try:
             self.socket.bind(endpoint(address))
         except zmq.ZMQError as error:
-            unwatched(self.socket, self.monitor)
+            stop_monitor(self.socket, self.monitor)
             self.socket.close()
             raise OSError(error.errno, os.strerror(error.errno or 0)) from None
         bound = str(self.socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").removeprefix("tcp://")
@@ -85,16 +85,16 @@ class Door:
             # Read events meanwhile: while the monitor's queue is full, libzmq blocks and handles nothing else.
             while not self._is_unbound and self._clock() < until_s:
                 self.monitor.poll(10)
-                self.look()
-        unwatched(self.socket, self.monitor)
+                self.process_events()
+        stop_monitor(self.socket, self.monitor)
 
-    def look(self) -> None:
+    def process_events(self) -> None:
         """Processes connect and disconnect events. A message received after this call is from a known connection."""
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._strangers[value] = _peer_of(value)
             elif event == zmq.EVENT_DISCONNECTED:
-                self._left(value)
+                self._on_disconnected(value)
             elif event == zmq.EVENT_CLOSED:
                 self._is_unbound = True
             else:
@@ -104,36 +104,36 @@ class Door:
             self._count(CloseReason.TOO_MANY)
             self._hang_up(fd, self._strangers.pop(fd))
 
-    def _left(self, fd: int) -> None:
+    def _on_disconnected(self, fd: int) -> None:
         failed, self._failed = self._failed, None
-        if (line := self._by_fd.pop(fd, None)) is not None:
-            self._gone(line)
+        if (connection := self._by_fd.pop(fd, None)) is not None:
+            self._on_ended(connection)
         elif self._strangers.pop(fd, None) is not None:
             self._count(failed or CloseReason.MALFORMED)
 
-    def let_in(self, line: Line) -> None:
+    def add(self, connection: ControlConnection) -> None:
         """Registers a connection that has sent Hello."""
-        assert line.route is not None
-        self.lines[line.route] = line
-        address = self._strangers.pop(line.fd, None)
+        assert connection.route is not None
+        self.connections[connection.route] = connection
+        address = self._strangers.pop(connection.fd, None)
         if address is None:
-            self._gone(line)  # it ended before its first message was read
+            self._on_ended(connection)  # it ended before its first message was read
         else:
-            line.address, self._by_fd[line.fd] = address, line
+            connection.address, self._by_fd[connection.fd] = address, connection
 
-    def see_off(self, line: Line, bye_sent: bool) -> None:
+    def remove(self, connection: ControlConnection, bye_sent: bool) -> None:
         """Removes a connection and shuts it down.
 
         If `bye_sent`, the peer closes it itself, and it counts as a stranger until then.
         """
-        assert line.route is not None
-        del self.lines[line.route]
-        if self._by_fd.pop(line.fd, None) is None:
+        assert connection.route is not None
+        del self.connections[connection.route]
+        if self._by_fd.pop(connection.fd, None) is None:
             return  # it has ended already
         if bye_sent:
-            self._strangers[line.fd] = line.address
+            self._strangers[connection.fd] = connection.address
         else:
-            self._hang_up(line.fd, line.address)
+            self._hang_up(connection.fd, connection.address)
 
     def _hang_up(self, fd: int, peer: Address) -> None:
         """Shuts down the TCP connection with `peer`, if the descriptor still belongs to it."""
