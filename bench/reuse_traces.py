@@ -48,7 +48,7 @@ HINDSIGHT_PRICES: Final = (0.125, 4.0, 16.0)
 """Prices of a state in chunks of attention."""
 WITHIN_BOUND: Final = 0.01
 """Allowed distance from the upper limit with a store of 100 %."""
-CONSTANTS: Final = ("KEPT_SHARE", "OLD_SHARE", "DOUBTED_PARTINGS", "DOUBTED_PROMPTS", "EXTRA_RETURN")
+CONSTANTS: Final = ("KEPT_SHARE", "OLD_SHARE", "PRIOR_DIVERGENCES", "PRIOR_PROMPTS", "EXTRA_RETURN")
 
 
 def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, SimulationResult]:

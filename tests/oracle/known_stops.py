@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.connectors.vllm.offload import checkpoints
 from hybridkv.planner.checkpoints import NO_EXPERIENCE, Experience, placement
-from hybridkv.planner.checkpoints.experience import LENGTHS, Partings
+from hybridkv.planner.checkpoints.experience import LENGTHS, Divergences
 
 STEPS = {"compute_tokens_per_second": 200}
 """An engine so slow that an extra step costs as much as one token, as with blocks of the oracle's size."""
@@ -26,5 +26,5 @@ def known_stops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics of so many undiverged prompts of every length that no guess is worth a step."""
     allow_all_stops(monkeypatch)
     many = (1e9,) * len(NO_EXPERIENCE.prompts)
-    seen = Experience(prompts=many, by_length=(Partings(prompts=many),) * LENGTHS)
+    seen = Experience(prompts=many, by_length=(Divergences(prompts=many),) * LENGTHS)
     monkeypatch.setattr(checkpoints, "NO_EXPERIENCE", seen)

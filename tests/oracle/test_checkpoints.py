@@ -155,8 +155,8 @@ def test_a_preempted_prefill_does_not_diverge_from_itself(
     engine.engine.drain()
     assert engine.engine.preemptions == 1
     _, parting, restarted = learned
-    assert (max(parting.partings) > 1) == (num_shared > 0)
-    assert (restarted.partings, restarted.prompts) == (parting.partings, parting.prompts)
+    assert (max(parting.divergences) > 1) == (num_shared > 0)
+    assert (restarted.divergences, restarted.prompts) == (parting.divergences, parting.prompts)
     assert restarted.computed_tokens > parting.computed_tokens
     assert counters(counted, "checkpoint_stops") == ({"junction": 1} if num_shared else {})
     # No later request diverges there: it is computed as if it had never been preempted.

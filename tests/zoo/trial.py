@@ -18,7 +18,7 @@ from noise import Noise
 
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.checkpoints import Experience
-from hybridkv.planner.checkpoints.experience import RUNGS
+from hybridkv.planner.checkpoints.experience import DISTANCES
 
 KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
     "kv_connector": "HybridOffloadConnector",
@@ -131,7 +131,7 @@ def expect_no_partings(engine: Engine) -> None:
     different places, for they depend on all requests before."""
     checkpoints = getattr(getattr(engine.connector, "_scheduler", None), "_checkpoints", None)
     if checkpoints is not None:
-        checkpoints._experience = Experience(partings=(0.0,) * len(RUNGS))
+        checkpoints._experience = Experience(divergences=(0.0,) * len(DISTANCES))
 
 
 @contextlib.contextmanager

@@ -22,17 +22,17 @@ from hybridkv.planner import (
     next_stop,
     plan_stops,
 )
-from hybridkv.planner.checkpoints.experience import RUNGS
+from hybridkv.planner.checkpoints.experience import DISTANCES
 from hybridkv.planner.checkpoints.placement import KNOWN_TOKENS, price_tokens
 
 FREE = Limits(1_000, 1e9)
 KNOWN = (StopReason.JUNCTION, StopReason.BRANCH)
-rates = st.lists(st.floats(0.0, 3.0), min_size=len(RUNGS), max_size=len(RUNGS))
+rates = st.lists(st.floats(0.0, 3.0), min_size=len(DISTANCES), max_size=len(DISTANCES))
 numbers = st.floats(0.0, 1e9)
 experiences = st.builds(
     Experience,
-    partings=rates.map(tuple),
-    prompts=st.just((1.0,) * len(RUNGS)),
+    divergences=rates.map(tuple),
+    prompts=st.just((1.0,) * len(DISTANCES)),
     aged_tokens=numbers,
     stored_bytes=numbers,
     computed_tokens=st.just(0.0) | st.floats(1.0, 1e9),  # every request computes at least one
@@ -185,33 +185,33 @@ def test_a_distance_of_divergence_is_learned_and_forgotten() -> None:
     nothing = Placement(boundary_tokens=512)
     for _ in range(20):
         learned = learn_request(learned, Prompt(30_000), nothing)
-        learned = learn_request(learned, Prompt(30_000, 0, 26_624, parted_tokens=6 * 512), nothing)
+        learned = learn_request(learned, Prompt(30_000, 0, 26_624, diverged_tokens=6 * 512), nothing)
     market = Market(1 << 30, 0, learned)
     assert plan_stops(512, Prompt(40_001), market, cost, limit).stops == (
         Stop((40_000 // 512 - 6) * 512, StopReason.SPACED),
     )
     for _ in range(5_000):
         learned = learn_request(learned, Prompt(30_000), nothing)
-    assert learned.parting_rate(RUNGS.index(6), 58) < 0.001
+    assert learned.divergence_rate(DISTANCES.index(6), 58) < 0.001
 
 
 def test_learned_distances_count_most_for_prompts_of_similar_length() -> None:
     learned, nothing = NO_EXPERIENCE, Placement(boundary_tokens=512)
     for _ in range(200):
         learned = learn_request(learned, Prompt(100_000), nothing)
-        learned = learn_request(learned, Prompt(100_000, 0, 512 * 192, parted_tokens=3 * 512), nothing)
+        learned = learn_request(learned, Prompt(100_000, 0, 512 * 192, diverged_tokens=3 * 512), nothing)
         learned = learn_request(learned, Prompt(10_000), nothing)
-    long, middle, short = (learned.parting_rate(RUNGS.index(3), number) for number in (195, 80, 19))
+    long, middle, short = (learned.divergence_rate(DISTANCES.index(3), number) for number in (195, 80, 19))
     assert long > middle > short > 0
 
 
 def test_a_divergence_where_the_prompt_had_no_rung_is_not_learned_for_that_rung() -> None:
-    """Near the beginning: the last 50 of 59 boundaries differ, and the next rung is 64."""
+    """Near the beginning: the last 50 of 59 boundaries differ, and the next distance is 64."""
     nothing = Placement(boundary_tokens=512)
-    learned = learn_request(NO_EXPERIENCE, Prompt(30_001, 0, 9 * 512, parted_tokens=50 * 512), nothing)
-    assert learned.partings[RUNGS.index(64)] == NO_EXPERIENCE.partings[RUNGS.index(64)]
-    learned = learn_request(NO_EXPERIENCE, Prompt(60_001, 0, 20 * 512, parted_tokens=50 * 512), nothing)
-    assert learned.partings[RUNGS.index(64)] > NO_EXPERIENCE.partings[RUNGS.index(64)]
+    learned = learn_request(NO_EXPERIENCE, Prompt(30_001, 0, 9 * 512, diverged_tokens=50 * 512), nothing)
+    assert learned.divergences[DISTANCES.index(64)] == NO_EXPERIENCE.divergences[DISTANCES.index(64)]
+    learned = learn_request(NO_EXPERIENCE, Prompt(60_001, 0, 20 * 512, diverged_tokens=50 * 512), nothing)
+    assert learned.divergences[DISTANCES.index(64)] > NO_EXPERIENCE.divergences[DISTANCES.index(64)]
 
 
 def test_a_stop_must_gain_more_the_more_time_stops_have_taken() -> None:
@@ -228,23 +228,23 @@ def test_experience_stays_bounded_and_finite(requests: list[Prompt], market: Mar
     learned = learn_stored(market.experience, num_bytes)
     for prompt in requests:
         learned = learn_request(learned, prompt, Placement(boundary_tokens=128, extra_tokens=64.0))
-    assert len(learned.partings) == len(learned.prompts) == len(RUNGS)
-    assert all(number >= 0 for number in learned.partings) and all(number >= 1 for number in learned.prompts)
+    assert len(learned.divergences) == len(learned.prompts) == len(DISTANCES)
+    assert all(number >= 0 for number in learned.divergences) and all(number >= 1 for number in learned.prompts)
     for of_one in learned.by_length:
-        assert len(of_one.partings) == len(of_one.prompts) == len(RUNGS)
-        assert min(*of_one.partings, *of_one.prompts) >= 0
-    assert all(0 <= learned.parting_rate(rung, 1 << rung) < float("inf") for rung in range(len(RUNGS)))
+        assert len(of_one.divergences) == len(of_one.prompts) == len(DISTANCES)
+        assert min(*of_one.divergences, *of_one.prompts) >= 0
+    assert all(0 <= learned.divergence_rate(index, 1 << index) < float("inf") for index in range(len(DISTANCES)))
     assert learned.computed_tokens <= market.experience.computed_tokens + sum(p.num_tokens for p in requests)
     assert price_tokens(Market(1 << 50, 0, learned), Costs(1, 1, 1)) >= 0
 
 
 def test_a_restarted_request_costs_again_and_teaches_no_divergence() -> None:
-    asked = Prompt(30_000, 0, 26_624, parted_tokens=6 * 512)
+    asked = Prompt(30_000, 0, 26_624, diverged_tokens=6 * 512)
     placement = Placement(boundary_tokens=512, extra_tokens=64.0)
     once = learn_request(NO_EXPERIENCE, asked, placement)
     again = learn_request(once, msgspec.structs.replace(asked, starts_over=True), placement)
-    assert (again.partings, again.prompts, again.by_length) == (once.partings, once.prompts, once.by_length)
-    assert once.partings != NO_EXPERIENCE.partings
+    assert (again.divergences, again.prompts, again.by_length) == (once.divergences, once.prompts, once.by_length)
+    assert once.divergences != NO_EXPERIENCE.divergences
     assert again.computed_tokens > once.computed_tokens and again.extra_tokens > once.extra_tokens
 
 

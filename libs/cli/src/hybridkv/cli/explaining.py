@@ -18,7 +18,7 @@ _BREAK_EVEN: Final = "break-even of "
 ADVICE: Final[dict[str, str]] = {
     LookupReason.COMPLETE: "",
     LookupReason.PREFIX_ENDS: "",
-    LookupReason.GROUP_LIMITS: "lower chunk_tokens; states are stored where prompts part",
+    LookupReason.GROUP_LIMITS: "lower chunk_tokens; states are stored where prompts diverge",
     LookupReason.TIER_ROOM: "more host memory",
     LookupReason.ENGINE_ROOM: "more GPU memory for the KV cache",
     LookupReason.NOT_TAKEN: "",

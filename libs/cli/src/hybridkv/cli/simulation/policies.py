@@ -62,7 +62,7 @@ class PlannerStops(PromptEnds):
         self._costs = Costs(max(1, round(costs.state_chunks * self._chunk)), 1, costs.step_tokens)
         self._limits = Limits()
         self._seen = SeenPrefixes(max_seen_chunks)
-        self._experience = Experience(partings=(experience.DOUBTED_PARTINGS,) * len(experience.RUNGS))
+        self._experience = Experience(divergences=(experience.PRIOR_DIVERGENCES,) * len(experience.DISTANCES))
         self._stored = 0
         self._has_answers = has_answers
         self._awaited = AwaitedStates(MAX_REMEMBERED)

@@ -25,33 +25,33 @@ OLD_SHARE: Final = 0.25
 """Content is old if more than this share of the store's capacity was stored since its last use."""
 MISSED_SHARE: Final = 2.0
 """Evicted content was missed if less than this share of the store's capacity was stored since its last use."""
-DOUBTED_PARTINGS: Final = 0.3
+PRIOR_DIVERGENCES: Final = 0.3
 """Prior for every distance, in divergences of one prompt."""
-RUNGS: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
+DISTANCES: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
 """Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for the next larger
 distance, because a state serves requests that diverge after it."""
 LENGTHS: Final = 17
 """Number of length classes of prompts, in boundaries: one for each doubling; the last one is open."""
-DOUBTED_PROMPTS: Final = 64.0
+PRIOR_PROMPTS: Final = 64.0
 """Weight of the rates of all prompts, as a number of prompts of one length."""
 
 
-class Partings(msgspec.Struct, frozen=True):
+class Divergences(msgspec.Struct, frozen=True):
     """Counts of prompts of one length."""
 
-    partings: tuple[float, ...] = (0.0,) * len(RUNGS)
-    """For each rung, prompts from which a later one diverged there, for the first time."""
-    prompts: tuple[float, ...] = (0.0,) * len(RUNGS)
-    """For each rung, prompts that are longer than it."""
+    divergences: tuple[float, ...] = (0.0,) * len(DISTANCES)
+    """For each index, prompts from which a later one diverged there, for the first time."""
+    prompts: tuple[float, ...] = (0.0,) * len(DISTANCES)
+    """For each index, prompts that are longer than it."""
 
 
 class Experience(msgspec.Struct, frozen=True):
     """Sums over requests. Older requests count less."""
 
-    partings: tuple[float, ...] = (DOUBTED_PARTINGS,) * len(RUNGS)
-    """As `Partings.partings`, over prompts of all lengths."""
-    prompts: tuple[float, ...] = (1.0,) * len(RUNGS)
-    by_length: tuple[Partings, ...] = (Partings(),) * LENGTHS
+    divergences: tuple[float, ...] = (PRIOR_DIVERGENCES,) * len(DISTANCES)
+    """As `Divergences.divergences`, over prompts of all lengths."""
+    prompts: tuple[float, ...] = (1.0,) * len(DISTANCES)
+    by_length: tuple[Divergences, ...] = (Divergences(),) * LENGTHS
     aged_tokens: float = 0.0
     """Resumed tokens that a store of `OLD_SHARE` of the capacity would have evicted before."""
     missed_tokens: float = 0.0
@@ -65,16 +65,17 @@ class Experience(msgspec.Struct, frozen=True):
     bytes_ever: float = 0.0
     """Total stored bytes: the clock for ages. Does not fade."""
 
-    def parting_rate(self, rung: int, num_boundaries: int) -> float:
-        """Expected number of later requests that are the first to diverge at a rung of a new prompt; mostly below 1.
+    def divergence_rate(self, index: int, num_boundaries: int) -> float:
+        """Expected number of later requests that are the first to diverge at a distance from the end of a new prompt;
+        mostly below 1.
 
         Args:
-            rung: index in `RUNGS`.
+            index: index in `DISTANCES`.
             num_boundaries: boundaries of the prompt.
         """
         alike = self.by_length[_length(num_boundaries)]
-        of_all = DOUBTED_PROMPTS * self.partings[rung] / self.prompts[rung]
-        return (alike.partings[rung] + of_all) / (alike.prompts[rung] + DOUBTED_PROMPTS)
+        of_all = PRIOR_PROMPTS * self.divergences[index] / self.prompts[index]
+        return (alike.divergences[index] + of_all) / (alike.prompts[index] + PRIOR_PROMPTS)
 
     @property
     def extra_share(self) -> float:
@@ -112,8 +113,8 @@ def learn_request(experience: Experience, prompt: Prompt, placement: Placement) 
     # No later request is the first to diverge from a prompt that is held whole.
     if end > held and not prompt.starts_over:
         experience = _with_prompt(experience, end // boundary_tokens)
-    if prompt.parted_tokens >= boundary_tokens and not prompt.starts_over:
-        experience = _with_parting(experience, prompt.parted_tokens // boundary_tokens, held // boundary_tokens)
+    if prompt.diverged_tokens >= boundary_tokens and not prompt.starts_over:
+        experience = _with_divergence(experience, prompt.diverged_tokens // boundary_tokens, held // boundary_tokens)
     return msgspec.structs.replace(
         experience,
         aged_tokens=experience.aged_tokens * KEPT_SHARE + prompt.aged_tokens,
@@ -131,35 +132,35 @@ def _length(num_boundaries: int) -> int:
 
 def _with_prompt(experience: Experience, num_boundaries: int) -> Experience:
     """Adds a prompt without a divergence yet."""
-    rungs = bisect.bisect_left(RUNGS, num_boundaries)
+    count = bisect.bisect_left(DISTANCES, num_boundaries)
 
-    def fade(partings: tuple[float, ...], more: int) -> tuple[float, ...]:
-        return (*(each * KEPT_SHARE + more for each in partings[:rungs]), *partings[rungs:])
+    def fade(divergences: tuple[float, ...], more: int) -> tuple[float, ...]:
+        return (*(each * KEPT_SHARE + more for each in divergences[:count]), *divergences[count:])
 
     length = _length(num_boundaries)
     alike = experience.by_length[length]
     return msgspec.structs.replace(
         experience,
-        partings=fade(experience.partings, 0),
+        divergences=fade(experience.divergences, 0),
         prompts=fade(experience.prompts, 1),
-        by_length=_put(experience.by_length, length, Partings(fade(alike.partings, 0), fade(alike.prompts, 1))),
+        by_length=_put(experience.by_length, length, Divergences(fade(alike.divergences, 0), fade(alike.prompts, 1))),
     )
 
 
-def _with_parting(experience: Experience, distance: int, held: int) -> Experience:
+def _with_divergence(experience: Experience, distance: int, held: int) -> Experience:
     """Adds a request that diverged from a prompt after `held` boundaries, `distance` before its end.
 
-    Ignored if the prompt is shorter than the rung: it had no boundary there for a state.
+    Ignored if the prompt is shorter than the distance: it had no boundary there for a state.
     """
-    rung, num_boundaries = bisect.bisect_left(RUNGS, distance), held + distance
-    if rung == len(RUNGS) or RUNGS[rung] >= num_boundaries:
+    index, num_boundaries = bisect.bisect_left(DISTANCES, distance), held + distance
+    if index == len(DISTANCES) or DISTANCES[index] >= num_boundaries:
         return experience
     length = _length(num_boundaries)
     alike = experience.by_length[length]
-    more = msgspec.structs.replace(alike, partings=_put(alike.partings, rung, alike.partings[rung] + 1))
+    more = msgspec.structs.replace(alike, divergences=_put(alike.divergences, index, alike.divergences[index] + 1))
     return msgspec.structs.replace(
         experience,
-        partings=_put(experience.partings, rung, experience.partings[rung] + 1),
+        divergences=_put(experience.divergences, index, experience.divergences[index] + 1),
         by_length=_put(experience.by_length, length, more),
     )
 

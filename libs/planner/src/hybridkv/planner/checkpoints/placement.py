@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-from hybridkv.planner.checkpoints.experience import DOUBTED_PARTINGS, RUNGS
+from hybridkv.planner.checkpoints.experience import DISTANCES, PRIOR_DIVERGENCES
 from hybridkv.planner.checkpoints.values import (
     Costs,
     LeftOut,
@@ -48,8 +48,8 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     worthy_known = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
-    is_doubted = max(market.experience.partings) <= DOUBTED_PARTINGS
-    spaced = [Stop(tokens, StopReason.SPACED, is_doubted) for tokens in spaced_stops(guesses, base, price)]
+    is_prior = max(market.experience.divergences) <= PRIOR_DIVERGENCES
+    spaced = [Stop(tokens, StopReason.SPACED, is_prior) for tokens in spaced_stops(guesses, base, price)]
     if not market.has_room(costs):
         worthy_known = [stop for stop in worthy_known if not stop.is_unproven]
         spaced = [stop for stop in spaced if not stop.is_unproven]
@@ -107,8 +107,8 @@ def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) ->
     """Boundaries after `base`, ascending, each with the expected number of requests that diverge there."""
     end = prompt.end_boundary(boundary_tokens)
     guesses = [
-        (end - size * boundary_tokens, market.experience.parting_rate(rung, end // boundary_tokens))
-        for rung, size in enumerate(RUNGS)
+        (end - size * boundary_tokens, market.experience.divergence_rate(index, end // boundary_tokens))
+        for index, size in enumerate(DISTANCES)
         if end - size * boundary_tokens > base
     ]
     return guesses[::-1]
@@ -127,10 +127,10 @@ def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) 
     rates_before = [0.0, *accumulate(rate for _, rate in guesses)]
     chosen: list[int] = []  # indices in `guesses`
     while True:
-        behind, next_stops = len(guesses), [0] * len(guesses)
+        following, next_stops = len(guesses), [0] * len(guesses)
         for place in reversed(range(len(guesses))):
-            next_stops[place] = behind
-            behind = place if place in chosen else behind
+            next_stops[place] = following
+            following = place if place in chosen else following
         best, best_saved, before = -1, price, base
         for place, (tokens, _) in enumerate(guesses):
             if place in chosen:

@@ -31,7 +31,7 @@ class Grain(msgspec.Struct, frozen=True):
     max_places: int = 4096
     """Maximum number of examined boundaries."""
     fine_places: int = 2048
-    """All of the last `fine_places` boundaries are examined. More than the longest distance in `RUNGS`."""
+    """All of the last `fine_places` boundaries are examined. More than the longest distance in `DISTANCES`."""
     coarse_step: int = 32
     """Before them, the first boundary and every n-th one are examined; n is this step or a multiple of it."""
 
@@ -51,7 +51,7 @@ class Grain(msgspec.Struct, frozen=True):
         """Boundary that records a divergence at `place`: the last coarse boundary up to it, or the first boundary."""
         return max(1, place // self.coarse_step * self.coarse_step)
 
-    def behind(self, place: int) -> int:
+    def next_coarse(self, place: int) -> int:
         """First coarse boundary at or after `place`. A prompt that reaches it also reaches `place`."""
         return -(-place // self.coarse_step) * self.coarse_step
 
@@ -78,9 +78,9 @@ class _Seen(msgspec.Struct, gc=False):
     """Last boundary of the prompt that added it."""
     used_at: float
     """Total stored bytes at its last use."""
-    is_parting: bool = False
+    is_divergence: bool = False
     """Requests diverged here."""
-    parted_behind: int = 0
+    divergences_after: int = 0
     """Distances, in boundaries after this one, at which requests diverged, as bits. Only boundaries of this cell."""
     is_guess: bool = False
     """It has a state that was stored by guess and not used yet."""
@@ -107,8 +107,8 @@ class SeenPrefixes:
         # Not a dict: finding the first key of a dict gets slow after many deletions at the front.
         self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()
         self.num_forgotten = 0
-        self._num_parted = 1.0
-        self._num_met = 0.0
+        self._num_awaited = 1.0
+        self._num_reached = 0.0
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -125,38 +125,38 @@ class SeenPrefixes:
             for tokens in (prompt.resumed_tokens, prompt.held_tokens(boundary_tokens))
         )
         places = self._grain.places(len(keys))
-        branches = tuple(place * boundary_tokens for place in self._partings(keys, places, resumed, end))
+        branches = tuple(place * boundary_tokens for place in self._divergences(keys, places, resumed, end))
         missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
         within = places[bisect.bisect_left(places, -max(held, end), key=neg) :]
         missed = next((place for place in within if self._is_used(keys, place, missed_since)), 0)
         known = self._seen.get(keys[held - 1]) or self._seen.get(keys[self._grain.cell(held) - 1]) if held else None
         is_cut = missed > held or (held > resumed and (known is None or known.end_tokens <= held * boundary_tokens))
         prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
-        last = self._seen.get(keys[held - 1]) if held and self._parts(keys, resumed, held, prompt) else None
-        parted = last.end_tokens - held * boundary_tokens if last else 0
+        last = self._seen.get(keys[held - 1]) if held and self._diverges(keys, resumed, held, prompt) else None
+        diverged = last.end_tokens - held * boundary_tokens if last else 0
         old_since = market.experience.bytes_ever - OLD_SHARE * market.capacity_bytes
         below = places[bisect.bisect_left(places, -resumed, key=neg) :]
         recent = next((place for place in (resumed, *below) if self._is_recent(keys, place, old_since)), 0)
         return msgspec.structs.replace(
             prompt,
             branches=branches,
-            parted_tokens=max(0, parted),
+            diverged_tokens=max(0, diverged),
             aged_tokens=(resumed - recent) * boundary_tokens,
-            known_share=self._num_met / self._num_parted,
+            known_share=self._num_reached / self._num_awaited,
         )
 
     def note(
         self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, placement: Placement, market: Market
     ) -> None:
-        """Records a request that was admitted with its stops, after `look`. Call it once for each admission.
+        """Records a request that was admitted with its stops, after `add_facts`. Call it once for each admission.
 
-        O(boundaries): at most `Grain.max_places`, and those that `look` and the stops name.
+        O(boundaries): at most `Grain.max_places`, and those that `add_facts` and the stops name.
         """
         resumed, held = (
             min(tokens // boundary_tokens, len(keys))
             for tokens in (prompt.resumed_tokens, prompt.held_tokens(boundary_tokens))
         )
-        parts = self._parts(keys, resumed, held, prompt)
+        diverges = self._diverges(keys, resumed, held, prompt)
         end_tokens, now = prompt.end_boundary(boundary_tokens), market.experience.bytes_ever
         cell = self._grain.cell(held)
         named = {resumed, held, cell, *(tokens // boundary_tokens for tokens in prompt.branches)}
@@ -165,11 +165,11 @@ class SeenPrefixes:
             seen = self._seen.pop(keys[place - 1], None)
             if seen is not None and seen.is_awaited and place >= resumed and not prompt.starts_over:
                 seen.is_awaited = False
-                self._num_met += 1
+                self._num_reached += 1
             if seen is None:
                 seen = _Seen(end_tokens, now)
             elif place > held:
-                seen = _Seen(end_tokens, now, seen.is_parting, seen.parted_behind)
+                seen = _Seen(end_tokens, now, seen.is_divergence, seen.divergences_after)
             elif seen.end_tokens <= held * boundary_tokens:
                 seen.end_tokens = end_tokens  # this prompt continues after the held part
             seen.used_at = now
@@ -177,9 +177,9 @@ class SeenPrefixes:
         if not prompt.starts_over:
             known = {0 if prompt.is_cut else held, *(tokens // boundary_tokens for tokens in prompt.branches)}
             self._await(keys, [place for place in known if resumed < place])
-        if held and parts:
-            self._seen[keys[held - 1]].is_parting = True
-            self._seen[keys[cell - 1]].parted_behind |= 1 << (held - cell)
+        if held and diverges:
+            self._seen[keys[held - 1]].is_divergence = True
+            self._seen[keys[cell - 1]].divergences_after |= 1 << (held - cell)
         if resumed and not prompt.starts_over:
             self._seen[keys[resumed - 1]].is_guess = False
         for stop in placement.stops:
@@ -190,21 +190,21 @@ class SeenPrefixes:
     def _await(self, keys: Sequence[Hashable], places: Sequence[int]) -> None:
         """Marks boundaries without a state at which this request could have resumed, to count later requests there."""
         for place in places:
-            self._num_parted = self._num_parted * KEPT_SHARE + 1
-            self._num_met *= KEPT_SHARE
+            self._num_awaited = self._num_awaited * KEPT_SHARE + 1
+            self._num_reached *= KEPT_SHARE
             self._seen[keys[place - 1]].is_awaited = True
 
-    def _parts(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
+    def _diverges(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
         """True if this request is the first to diverge here: the boundary has no state, or only one by guess."""
         if prompt.starts_over or prompt.is_cut:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
         return held > resumed or (seen is not None and seen.is_guess)
 
-    def _partings(self, keys: Sequence[Hashable], places: Sequence[int], resumed: int, end: int) -> list[int]:
+    def _divergences(self, keys: Sequence[Hashable], places: Sequence[int], resumed: int, end: int) -> list[int]:
         """Boundaries between `resumed` and `end` at which requests diverged, deepest first.
 
-        Skipped boundaries are found through `parted_behind` of their cell.
+        Skipped boundaries are found through `divergences_after` of their cell.
         """
         found: list[int] = []
         is_whole = len(places) == len(keys)
@@ -216,18 +216,18 @@ class SeenPrefixes:
             if seen is None:
                 continue
             if place >= first_fine:
-                if seen.is_parting and resumed < place < end:
+                if seen.is_divergence and resumed < place < end:
                     found.append(place)
-            elif seen.parted_behind:
-                parted = (place + offset for offset in offsets(seen.parted_behind))
-                within = (each for each in parted if resumed < each < min(end, first_fine))
+            elif seen.divergences_after:
+                diverged = (place + offset for offset in offsets(seen.divergences_after))
+                within = (each for each in diverged if resumed < each < min(end, first_fine))
                 # The bits of a cell may belong to other paths.
-                found += (each for each in within if self._is_parting(keys, each))
+                found += (each for each in within if self._is_divergence(keys, each))
         return found[:MAX_BRANCHES]
 
-    def _is_parting(self, keys: Sequence[Hashable], place: int) -> bool:
+    def _is_divergence(self, keys: Sequence[Hashable], place: int) -> bool:
         seen = self._seen.get(keys[place - 1])
-        return seen is not None and seen.is_parting
+        return seen is not None and seen.is_divergence
 
     def _with(self, named: set[int], places: Sequence[int]) -> Sequence[int]:
         """The places and the named boundaries, descending."""
@@ -243,7 +243,7 @@ class SeenPrefixes:
     def _is_recent(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
         """True if the prefix, or a recorded one that extends it, was used since. Long prompts record only some
         prefixes, and the use of one is a use of all shorter ones."""
-        for each in (place, min(self._grain.behind(place), len(keys))):
+        for each in (place, min(self._grain.next_coarse(place), len(keys))):
             seen = self._seen.get(keys[each - 1]) if each else None
             if seen is not None and seen.used_at >= since:
                 return True

@@ -41,13 +41,13 @@ class Prompt(msgspec.Struct, frozen=True):
     """Last boundary up to which the store holds all FULL groups; not above `resumed_tokens` if there is none."""
     branches: tuple[int, ...] = ()
     """Known boundaries on this path at which earlier requests diverged."""
-    parted_tokens: int = 0
+    diverged_tokens: int = 0
     """Distance in tokens from the divergence to the end of the earlier prompt, if this prompt is the first to diverge
     there. 0 if there is no such divergence, or if it is unknown."""
     aged_tokens: int = 0
-    """Number of `resumed_tokens` that a small store would have evicted: see `SeenPrefixes.look`."""
+    """Number of `resumed_tokens` that a small store would have evicted: see `SeenPrefixes.add_facts`."""
     missed_tokens: int = 0
-    """Number of tokens after `held_tokens` that were used recently and then evicted: see `SeenPrefixes.look`."""
+    """Number of tokens after `held_tokens` that were used recently and then evicted: see `SeenPrefixes.add_facts`."""
     is_cut: bool = False
     """No known divergence at `junction_tokens`: the rest of an earlier path was evicted, or it was an answer."""
     known_share: float = 0.0
