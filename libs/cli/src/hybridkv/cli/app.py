@@ -255,20 +255,27 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
 
 
 @main.command(
-    help="Show what can be deleted: leftovers of kills, what was not used for long, what is beyond a size. "
+    help="Show what can be deleted: leftovers of killed engines, unused content, content beyond a size. "
     "With --delete, delete it."
 )
 @click.argument("place", metavar="PATH|URL")
 @click.option("--delete", is_flag=True, help="Delete. Without it nothing is changed.")
-@click.option("--older-than", "days", type=click.FloatRange(min=0), help="Also what was not used for so many days.")
-@click.option("--capacity", help="Of a URL: also what was used least recently, beyond a size such as 2TiB.")
+@click.option(
+    "--older-than",
+    "days",
+    type=click.FloatRange(min=0),
+    help="Also caches or objects that were not used for that many days.",
+)
+@click.option(
+    "--capacity", help="Of a URL: also the least recently used objects, until the store has this size, such as 2TiB."
+)
 @_store_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def gc(
     place: str, delete: bool, days: float | None, capacity: str | None, as_json: bool, **options: str | None
 ) -> None:
-    """Of a disk tier's directory: caches without a chunk, and with --older-than those not opened for so long. What an
-    engine has open stays. Of an object store: objects, one by one.
+    """In a disk tier's directory: caches without a chunk, and with --older-than those not opened for that time. Caches
+    that an engine has open stay. In an object store: single objects.
 
     Exit status: 0, or 2 if the place cannot be used, another process sweeps it, or something cannot be deleted.
     """
@@ -305,7 +312,9 @@ def gc(
 @main.command(help="Delete caches in the directory of a disk tier, unless an engine has them open.")
 @click.argument("path", type=click.Path())
 @click.option("--namespace", "names", multiple=True, help="Beginning of a cache's name; without it, all caches.")
-@click.option("--older-than", "days", type=click.FloatRange(min=0), help="Only caches not opened for so many days.")
+@click.option(
+    "--older-than", "days", type=click.FloatRange(min=0), help="Only caches that were not opened for that many days."
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> None:
     """Exit status: 0, 1 if nothing was deleted because of the answer, or 2 if a cache is open or cannot be deleted."""

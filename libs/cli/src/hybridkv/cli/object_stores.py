@@ -1,4 +1,4 @@
-"""Object stores: what they hold, whether it is whole, and what can be deleted of it."""
+"""Inspects, verifies and sweeps object stores."""
 
 from __future__ import annotations
 

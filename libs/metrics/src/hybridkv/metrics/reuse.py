@@ -37,7 +37,7 @@ class _ReuseEpoch:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Estimated size of all chunks and states whose last use was in this epoch."""
+        """Estimated size of all chunks and states that were last used in this epoch."""
         self.newer_bytes = 0
         """Sum of `num_bytes` of all newer epochs, when the newest one began."""
         self.merged_into: _ReuseEpoch | None = None
@@ -156,7 +156,7 @@ class ReuseEstimator:
         return self._report(self._by_state if self._state_bytes else self._by_chunk)
 
     def forget(self) -> None:
-        """Forgets all chunks, after the tiers were cleared. Keeps what was counted."""
+        """Forgets all chunks, after the tiers were cleared. Keeps the counts."""
         self._chunks.clear()
         self._states.clear()
         self._epochs = [_ReuseEpoch()]

@@ -17,15 +17,15 @@ import msgspec
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec
 
 MAX_GATED_POLLS: Final = 256
-"""Steps that a request waits for room beside other loads before it is computed instead."""
+"""Limit of the steps that a request waits for room beside other loads. After that it is computed."""
 MAX_GATE_S: Final = 60.0
 """Longest wait for room in seconds, also where steps are slow."""
 _KEPT_COUNTS = 1024
-"""Number of request lengths whose block counts are cached: a waiting request is counted in every step."""
+"""Limit of cached block counts, by request length. A waiting request is counted in every step."""
 
 
 class Verdict(enum.Enum):
-    """Answer to a load that asks for blocks."""
+    """Answer to a load that needs blocks."""
 
     ADMIT = enum.auto()
     WAIT = enum.auto()
@@ -42,9 +42,9 @@ class Room(msgspec.Struct, frozen=True):
     """Blocks of the engine, as one request that wants to load sees them.
 
     Args:
-        needed_blocks: the request needs so many to be scheduled.
-        held_by_others: other requests hold so many: they got blocks for a load and were not scheduled since.
-        reserved_blocks: the engine reserves so many for requests after a failed load, this request included.
+        needed_blocks: blocks that the request needs to be scheduled.
+        held_by_others: blocks of other requests that got them for a load and were not scheduled since.
+        reserved_blocks: blocks that the engine reserves for requests after a failed load, this request included.
         has_failed: a load of this request failed, and the request was not scheduled since.
         pool_blocks: all blocks of the engine.
         free_blocks: the free ones among them.
@@ -70,7 +70,7 @@ class RoomBounds(msgspec.Struct, frozen=True):
     """Limits of the wait for room.
 
     Args:
-        polls: the request is told to ask again at most so often; None: without a limit.
+        polls: limit of the replies "ask again" to a request; None: no limit.
         seconds: longest wait, from the first poll.
         loads_end: every load ends in bounded time. Then requests with blocks, and requests after a failed load, are
             certain to be scheduled, and a wait for them needs no limit.
@@ -105,10 +105,10 @@ def admit(room: Room) -> Verdict:
 def gate_lookup(
     room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds, failed_loads: int = 0
 ) -> tuple[Verdict, RoomWait]:
-    """Decides whether a lookup for a request is worth while.
+    """Decides whether a lookup for a request is useful now.
 
     After a failed load the engine puts the request before all requests that have loaded, and schedules none of them
-    while the first does not fit. If the connector asks for more time, the engine lets the others pass.
+    while the first does not fit. If the connector replies that it needs more time, the engine schedules the others.
 
     Args:
         room: blocks now.

@@ -177,7 +177,7 @@ class ClippedBlocks(msgspec.Struct, frozen=True):
 
 
 def read_blocks(group: GroupSpec, num_tokens: int) -> range:
-    """The blocks of a group, by their place in its table, that are read when a request goes on after `num_tokens`."""
+    """The blocks of a group, by their place in its table, that are read when a request continues after `num_tokens`."""
     start = resume_start(group, num_tokens)
     if group.kind is GroupKind.SCRATCH or start >= num_tokens:
         return range(0)
@@ -187,7 +187,7 @@ def read_blocks(group: GroupSpec, num_tokens: int) -> range:
 def clip_blocks(
     groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num_tokens: int | None = None
 ) -> ClippedBlocks:
-    """Keeps of every group the blocks that are read when a request goes on after `num_tokens`.
+    """Keeps the blocks of every group that are read when a request continues after `num_tokens`.
 
     Args:
         groups: in the order of `block_ids`.

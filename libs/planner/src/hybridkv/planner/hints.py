@@ -23,7 +23,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     load: bool = True
     """False: the request is not looked up, and loads nothing."""
     keep_seconds: float = 0.0
-    """Its prefix is kept for so long after its end; 0: as any other prefix."""
+    """Seconds for which its prefix is kept after its end; 0 for none."""
     prefetch: bool = False
     """True: its prefix is promoted before a request waits for it, even if this request is aborted."""
     peers: tuple[tuple[str, int], ...] = ()

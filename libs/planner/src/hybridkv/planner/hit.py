@@ -1,13 +1,13 @@
-"""Search for the longest hit: the longest prefix at which every group can resume. Asks for as few chunks as possible.
+"""Search for the longest hit: the longest prefix at which every group can resume. Looks up as few chunks as possible.
 
-Every group can only lower the boundary, so the search is a fixpoint from above. Three rules keep the questions few:
+Every group can only lower the boundary, so the search is a fixpoint from above. Three rules keep the lookups few:
 
 - Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few keys. A full
   prefix is walked last, once, and only as far as the other groups reach.
-- A window is asked for from its far end. A missing chunk there rules out every boundary that reads it, so a new prompt
-  costs one question for each window, not one for each boundary.
-- When the scarce kinds keep missing, a few questions to the full prefix limit the boundaries that they are asked for.
-  A tier that answers ranges is first asked for the first chunk of the full prefix: without it there is no hit.
+- A window is looked up from its far end. A missing chunk there rules out every boundary that reads it, so a new prompt
+  costs one lookup for each window, not one for each boundary.
+- When the scarce kinds keep missing, a few lookups of the full prefix limit the boundaries to look up for them. In a
+  tier that answers ranges, the first chunk of the full prefix is looked up first: without it there is no hit.
 
 `measure_loss` says after a search how much longer the hit could have been.
 """
@@ -23,7 +23,7 @@ from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup, Scan, fir
 # CPython 3.11 takes longer to look a member up than for most else of a search.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 _PATIENCE = 16
-"""After so many boundaries that scarce kinds rule out, a few questions to the full prefix are worth their cost."""
+"""Number of boundaries ruled out by scarce kinds after which a few lookups of the full prefix are worth their cost."""
 
 
 class Hit(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """State machine of a request's load: lookup, wait, offer, load, failure, retry.
 
 One function for each event of a request. Each function takes a stage and returns the next one. A function that answers
-the engine returns a step too: a `Reply`, or an `Action`, whose outcome the caller reports by another function. All
+the engine returns a step too: a `Reply`, or an `Action`; the caller reports the outcome of an action by another
+function. All
 functions are total. None does I/O, waits or counts; the caller does.
 
     stage, step = resume(stage, facts, bounds)
@@ -9,11 +10,11 @@ functions are total. None does I/O, waits or counts; the caller does.
         stage, step = ...  # run the action; then `searched`, `promoted`, or `resume` after a `Release`
 
 First a boundary is found at which every group can resume. Then its chunks that only secondary tiers hold are promoted,
-and no others. Meanwhile the engine is told to ask again, and the request holds no blocks. Every wait has a deadline.
-Where a tier answers lookups later, there are two boundaries: a settled one and a possible one. A request sends async
-lookups for all that no nearer tier holds. It waits only while a hit up to the possible boundary is expected to save
-more time than the rest of the wait takes. So a short new prompt pays for no round trip, and a request does not wait for
-a tier that answers after the deadline.
+and no others. Meanwhile the reply is `RetryLater`, and the request holds no blocks. Every wait has a deadline.
+If a tier has async lookups, there are two boundaries: a settled one and a possible one. A request sends async
+lookups for all chunks that no nearer tier holds. It waits only while a hit up to the possible boundary is expected to
+save more time than the rest of the wait takes. So a short new prompt does not wait for a round trip, and no request
+waits for a tier that answers after the deadline.
 """
 
 from math import inf
@@ -211,7 +212,7 @@ def start_over(stage: Stage) -> Stage:
 
 
 def paused(stage: Stage, pause_s: float) -> Stage:
-    """The engine had no room for the request, and did not call for so long: no wait for tiers or room counts that."""
+    """The engine had no room for the request and did not call for `pause_s`. Waits for tiers or room exclude it."""
     past = stage.past
     tier_s, stores_s, room = past.tier_since_s, past.stores_since_s, past.room
     if tier_s is None and stores_s is None and room.since_s is None:

@@ -57,14 +57,14 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MIS
 
 
 class Scan:
-    """`RangeLookup` over single lookups, for one search. It asks for no key twice, and for none ahead of need.
+    """`RangeLookup` over single lookups, for one search. Looks up no key twice, and no key before it is needed.
 
-    It remembers held chunks alone: a search never asks for a missing chunk again, because it goes on before it. An
+    Remembers held chunks alone: after a missing chunk a search continues with earlier ones and never needs it again. An
     answer that is not a `LookupResult` counts as a miss.
 
     Args:
         spec: the model's groups.
-        lookup: asked at most once for each key.
+        lookup: called at most once for each key.
     """
 
     __slots__ = ("_answers", "_chunk", "_lookup", "_pending", "_step", "_walks")
@@ -74,7 +74,7 @@ class Scan:
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._answers: list[dict[int, LookupResult]] = [{} for _ in spec.groups]
         self._pending: list[list[int]] = [[] for _ in spec.groups]
-        # A search asks for tails again as boundaries fall, so with tails every answer is remembered.
+        # A search looks tails up again as boundaries fall, so with tails every answer is remembered.
         self._walks = [group.kind is GroupKind.FULL and spec.tail_tokens is None for group in spec.groups]
 
     def ask(self, group_index: int, end_token: int) -> LookupResult:

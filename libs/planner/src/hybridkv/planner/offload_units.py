@@ -51,7 +51,7 @@ class HybridOffloadPlanner:
     """True for each group with a unit smaller than its block. The medium must then move parts of blocks."""
     requires_partial_group_offload_any: bool = field(init=False, repr=False, compare=False)
     first_hashable_chunk_idx: int = field(init=False, repr=False, compare=False)
-    """Index of the first chunk at whose end every group has a whole unit. No shorter prefix has an identity."""
+    """Index of the first chunk that ends where every group has a whole unit. No shorter prefix has an identity."""
     group_hash_factors: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     """Hash blocks in a unit of each group; None if a unit is not whole hash blocks."""
     boundary_unit: int = field(init=False, repr=False, compare=False)

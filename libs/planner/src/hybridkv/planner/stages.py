@@ -13,7 +13,7 @@ from hybridkv.planner.admission import NOT_WAITED, Room, RoomBounds, RoomWait
 from hybridkv.planner.hit import Hit, Miss, Pending
 
 MAX_FAILED_LOADS: Final = 3
-"""After so many failed loads a request is offered no more."""
+"""Number of failed loads after which no further load is offered to a request."""
 MAX_SHRINKS: Final = 8
 """A boundary is lowered by a quarter at most so often, because the primary tier has no room for its chunks."""
 
@@ -30,8 +30,8 @@ class Past(msgspec.Struct, frozen=True):
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
         tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
         lookups_sent_s: time at which the async lookups for this request were sent; None if there were none. A request
-            sends them once until it gets blocks, so that waits do not follow each other. If it is searched anew after
-            that, it sends them anew.
+            sends them once until it gets blocks, so that waits do not follow each other. A later search sends them
+            again.
         lookup_deadline_s: deadline of these lookups; None if there were none.
         room: wait for room beside other loads.
     """
@@ -65,7 +65,7 @@ class Searched(msgspec.Struct, frozen=True):
     Args:
         past: history of the request.
         generation: generation of the tiers at the search.
-        limit_tokens: so many tokens of the request were looked up.
+        limit_tokens: number of the request's tokens that were looked up.
         computed_tokens: prefix that the engine held.
         answer: result of the search.
         is_in_primary: the primary tier holds all chunks of the hit.
@@ -159,7 +159,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         computed_tokens: prefix that the engine holds itself.
         generation: changes whenever the answer of a search may have changed. Not read while there is a hold.
         now_s: the time, on any monotonic clock.
-        has_secondary: there is a secondary tier, whose chunks are promoted before a load.
+        has_secondary: there is a secondary tier. Its chunks are promoted before a load.
         hold: state of the chunks that the tiers hold for the request; None if they hold none.
         room: blocks as this request sees them; None if no other request holds blocks and no load failed.
         lookup: wait for async lookups; None if no tier accepts one now.
@@ -226,7 +226,7 @@ class Search(msgspec.Struct, frozen=True):
     """Find the longest hit, then call `searched`.
 
     Args:
-        limit_tokens: look up so many tokens of the request.
+        limit_tokens: number of the request's tokens to look up.
         only_primary: look up the primary tier alone. Chunks in flight count as misses.
         is_last: the wait for chunks in flight is over: they count as misses.
         num_shrinks: so often the boundary was lowered for this question.
@@ -243,7 +243,7 @@ class StartLookups(msgspec.Struct, frozen=True):
     """Send async lookups for the request, then call `lookups_started`.
 
     Args:
-        limit_tokens: look up so many tokens of the request.
+        limit_tokens: number of the request's tokens to look up.
         num_shrinks: so often the boundary was lowered for this question.
     """
 

@@ -106,7 +106,7 @@ class BackgroundThread:
 
         Args:
             call: the call.
-            delay_s: the call is made so much later, or at the end.
+            delay_s: delay of the call. At the end of the thread it is made at once.
 
         Raises:
             RuntimeError, MemoryError: see `start`.
@@ -200,7 +200,7 @@ class BackgroundThread:
 
 
 _IDLE_S = 5.0
-"""An idle thread ends after so long, so an abandoned pool leaves no threads."""
+"""Seconds after which an idle thread ends, so that an abandoned pool leaves no threads."""
 
 
 class DaemonPool(Executor):

@@ -96,7 +96,7 @@ class SimulationResult:
 
 
 def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: StopPolicy | None) -> SimulationResult:
-    """Simulates a trace with a store of so many chunks of attention. Without a policy the model has no states."""
+    """Simulates a trace with a store of `capacity_chunks` attention chunks. No policy: a model without states."""
     chunk = trace.chunk_tokens
     state_bytes = max(1, round(chunk * costs.state_chunks))
     granule = chunk if float(costs.state_chunks).is_integer() else max(1, chunk // GRANULES)

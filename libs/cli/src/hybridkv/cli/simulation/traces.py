@@ -57,7 +57,7 @@ def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[
 
 
 def in_chunks(trace: Trace, chunk_tokens: int) -> Trace:
-    """The trace in the smallest chunks of at least so many tokens that are whole chunks of it."""
+    """The trace in larger chunks: of the least multiple of its chunk that has at least `chunk_tokens` tokens."""
     factor = -(-chunk_tokens // trace.chunk_tokens)
     if factor <= 1:
         return trace

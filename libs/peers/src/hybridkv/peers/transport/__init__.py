@@ -1,4 +1,4 @@
-"""Reads of another process's memory: the contract, and NIXL behind it.
+"""Reads of another process's memory: the contract, and its implementation with NIXL.
 
 Nothing here imports NIXL before a `NixlTransport` is made. `kits.peers.in_memory` is for tests.
 """

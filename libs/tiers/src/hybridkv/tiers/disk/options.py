@@ -27,7 +27,7 @@ SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
 FEWEST_READY_SEGMENTS = 2
 READY_PER_SEGMENT = 8
-"""One in so many segments may be created ahead of a burst, so that `df` does not show all space as taken at once."""
+"""One of this many segments may be created ahead of a burst, so that `df` does not show all space as used at once."""
 FEWEST_SPARE_SEGMENTS = 3
 """The open one, an empty one, and one for compaction to copy to."""
 
@@ -157,7 +157,7 @@ class DiskSizes(msgspec.Struct, frozen=True):
 
 
 def changes_bytes(max_records: int) -> int:
-    """Limit of the file of changes after a snapshot of so many records."""
+    """Limit of the file of changes after a snapshot of `max_records`."""
     share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_PER_SNAPSHOT)
     return min(2 * PAGE_BYTES + share, LARGEST_CHANGES_BYTES)
 

@@ -62,7 +62,7 @@ class Directory:
 
     @classmethod
     def root(cls, io: FileIO, path: str, create: bool, may_be_shared: bool = False) -> Directory:
-        """Open the directory at an absolute path, whose parent must exist. Raises `OSError`s of the system.
+        """Open the directory at an absolute path; its parent must exist. Raises `OSError`s of the system.
 
         Args:
             io: calls of the system.
@@ -180,7 +180,7 @@ class Directory:
             return self.io.list(self.fd)
 
     def disk_bytes(self, num_levels: int = MAX_LEVELS) -> int:
-        """Bytes on disk of this directory and its contents, so many levels deep."""
+        """Bytes on disk of this directory and its contents, `num_levels` deep."""
         total = self.io.stat(self.fd).st_blocks * 512
         for name in self.list():
             try:

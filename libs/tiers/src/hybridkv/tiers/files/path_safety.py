@@ -14,7 +14,7 @@ from hybridkv.tiers.files.directory import Directory
 logger = logging.getLogger(__name__)
 
 UNKNOWN_USER = 65534
-"""Owner of files whose user does not exist in this user namespace: mostly the machine's root."""
+"""Owner of files of a user that does not exist in this user namespace: mostly the machine's root."""
 
 
 def warn_if_replaceable(root: Directory) -> None:

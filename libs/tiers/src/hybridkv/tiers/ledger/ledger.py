@@ -209,7 +209,7 @@ class KeyLedger(SyncLookups, Generic[E]):
                 key = extended
 
     def make_room(self, cost: int, num_keys: int = 1, extends: Extends = ()) -> None:
-        """Evict until so many more bytes and keys are within the bounds, or nothing is evictable. Keeps `extends`."""
+        """Evict until `cost` more bytes and `num_keys` more keys fit, or nothing is evictable. Keeps `extends`."""
         kept = self._first_held(extends)
         if kept is not None:
             if self._evictable_entry(kept) is not None:

@@ -3,13 +3,13 @@
 index.py            the scheduler's index of chunks, built on remote/
 manifests/          finds, writes and renews manifests, on a thread of its own; follows epochs
 keep_alive.py       renews objects in use before the store expires them
-sweeping.py         deletes what is least recently used, and leftovers of kills
+sweeping.py         deletes least recently used objects, and leftovers of killed engines
 packs.py            assigns chunks to packs
 medium.py           each rank's medium: writes packs, reads ranges of them
 format/             byte formats of packs, manifests and epoch marks; FORMAT.md
 names.py            object names
 store.py            opens and checks a store; obstore talks to S3, GCS and Azure
-inspection.py       what a store holds, and whether it is whole, without an engine
+inspection.py       inspects and verifies a store without an engine
 directory_store.py  a store in a local or shared directory
 builder.py          builds the index or a medium from a URL and a secret
 """

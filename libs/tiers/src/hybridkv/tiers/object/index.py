@@ -22,7 +22,7 @@ _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason
 
 
 class _Budget:
-    """Limit of an average rate, with bursts of one second. What is spent at one time may be more than is left.
+    """Limit of an average rate, with bursts of one second. One call may spend more than is left.
 
     Args:
         per_s: the rate; None: no limit.
@@ -45,7 +45,7 @@ class _Budget:
         return self._left > 0
 
     def spend(self, amount: float) -> None:
-        """Spend so much."""
+        """Subtract from the budget."""
         if self._per_s is not None:
             self._left -= amount
 

@@ -1,4 +1,4 @@
-"""Inspection of an object store without an engine: what it holds, and whether it is whole. Changes nothing.
+"""Inspects and verifies an object store without an engine. Changes nothing.
 
 The list of objects is read in pieces, and one chunk is in memory at a time. Engines may use the store meanwhile; what
 they delete counts as gone.

@@ -1,8 +1,8 @@
 """Keeps manifests and packs in use alive in a store that deletes objects after a time to live.
 
 A store counts an object's life from its last write, so an object that is used in the second half of its life is written
-again: what is used once in each half of the time to live stays. Packs first, then the manifest that lists them. Packs
-of a new or old manifest are renewed from a quarter of the time to live on, so they are never older than their manifest
+again. So objects that are used once in each half stay. Packs are written before the manifest that lists them. Packs of
+a new or old manifest are renewed from a quarter of the time to live on, so they are never older than their manifest
 by more than that; the oldest pack decides when they are checked again.
 
 Ages are measured by the store's clock. Requests are limited to an average rate; every engine that uses an object checks
@@ -38,7 +38,7 @@ MAX_WAITING = 1024
 CLOCK_CHECK_S = 3600.0
 """Interval of the comparisons of this host's clock with the store's."""
 RETRY_S = 60.0
-"""A manifest that could not be renewed is tried again at its first use after so long."""
+"""Seconds after which a manifest that could not be renewed is tried again, at its next use."""
 
 Result = TypeVar("Result")
 K = TypeVar("K")
@@ -120,7 +120,7 @@ class KeepAlive:
         """Last known write of each pack, of the rank with the oldest object."""
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._ahead_s = 0.0
-        """The store's clock is ahead of this host's wall clock by so much."""
+        """Seconds by which the store's clock is ahead of this host's wall clock."""
         self._compared_s = _NEVER_CHECKED
         self.num_renewed = self.num_dropped = self.num_failed = 0
         self._has_logged_failure = False

@@ -23,8 +23,8 @@ _NAMESPACE_CONTEXT = "hybridkv 2026 epoch of a cache in an object store v1"
 _PREFIX_CONTEXT = "hybridkv 2026 prefix in an object store v1"
 _NAME_BYTES = 20
 BOUNDARY_EVERY = 8
-"""On average one prefix of so many is a boundary, which always has a manifest. Equal in all engines of a fleet, since
-it is part of the namespace."""
+"""Average number of prefixes for one boundary. A boundary always has a manifest. Equal in all engines of a fleet,
+because it is part of the namespace."""
 
 
 def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:
@@ -97,7 +97,7 @@ class ObjectKind(enum.StrEnum):
 
 
 class ParsedName(NamedTuple):
-    """What a name says.
+    """Parts of an object's name.
 
     Args:
         kind: kind of the object.

@@ -20,9 +20,9 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     known_bytes: int = 1 << 44
     missing_s: float = 5.0
     found_s: float = 600.0
-    """A chunk is offered for so long after it was found or stored. Then it is looked up again, since packs expire."""
+    """Seconds for which a chunk is offered after it was found or stored. Then it is looked up again: packs expire."""
     bad_s: float = 600.0
-    """A place with wrong or missing bytes is not offered for so long, whichever manifest lists it."""
+    """Seconds for which a place with wrong or missing bytes is not offered, whichever manifest lists it."""
     manifest_bytes: int = 2 << 20
     """A larger manifest is neither written nor read."""
     reading_bytes: int = 8 << 20
@@ -36,7 +36,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     connect_timeout_s: float = 2.0
     """Timeout of a connection attempt."""
     opening_timeout_s: float = 10.0
-    """Startup waits so long for the check of the store. The check continues after that."""
+    """Seconds that the start waits for the check of the store. The check continues after that."""
     first_retry_s: float = 0.5
     """First retry delay for an unreachable store. It doubles each time,"""
     last_retry_s: float = 30.0

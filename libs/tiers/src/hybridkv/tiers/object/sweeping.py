@@ -38,9 +38,9 @@ KEPT_SHARE = 0.9
 MAX_MANIFEST_BYTES = 16 << 20
 """A larger object is no manifest."""
 _LATE_USE_S = 600.0
-"""A manifest that was written or renewed so long after its packs may list packs that are deleted."""
+"""A manifest that was written or renewed later than this after its packs may list packs that are deleted."""
 _MAX_EXACT = 200_000
-"""Objects in the last bucket of ages whose order is found exactly."""
+"""Limit of the objects in the last bucket of ages that are sorted exactly."""
 _DELETED = 256
 """Objects that are deleted in one request."""
 # (age from which a bucket has this width, width), in seconds
@@ -98,12 +98,12 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True)
 class SweepRules:
-    """What a sweep deletes.
+    """Rules of a sweep.
 
     Args:
         capacity_bytes: bound of all objects; None: no bound.
-        unused_s: delete what was not written or renewed for so long; None: nothing.
-        with_leftovers: delete what kills left. Reads every manifest.
+        unused_s: delete objects that were not written or renewed for this time; None: none.
+        with_leftovers: delete leftovers of killed engines. Reads every manifest.
         is_dry: delete nothing.
     """
 
@@ -155,7 +155,7 @@ class Sweep:
 
     Args:
         store: the store.
-        rules: what it deletes.
+        rules: objects to delete.
         now_s: the store's clock, in seconds since 1970.
         on_progress: called with the number of objects of the current pass so far, after each piece of a list.
         should_stop: True stops the sweep soon.
@@ -388,7 +388,7 @@ def sweep_lock(store: Store) -> Iterator[bool]:
 
 
 class CapacitySweeper:
-    """Keeps a directory within a bound, and deletes what kills left once an hour. Runs on one thread.
+    """Keeps a directory within a bound, and deletes leftovers of killed engines once an hour. Runs on one thread.
 
     Args:
         store: the directory.

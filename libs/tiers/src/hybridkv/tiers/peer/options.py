@@ -19,9 +19,9 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     max_hinted: int = 64
     """Limit of connections to peers that only hints name."""
     connect_wait_s: float = 0.4
-    """A hinted lookup waits for a connection that began at most so long ago."""
+    """Maximum age of a connection attempt for which a hinted lookup waits."""
     hint_backoff_s: float = 10.0
-    """Hints do not count for so long at a peer that left a hinted lookup unanswered."""
+    """Seconds for which a peer gets no hinted lookups after it did not answer one."""
 
     # The holder.
     lease_s: float = 60.0

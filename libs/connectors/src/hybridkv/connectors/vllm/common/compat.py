@@ -177,7 +177,7 @@ def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[
 
 
 def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
-    """Block tables of this step's requests, readable until the step is over. Only the entries that are read are
+    """Block tables of this step's requests, readable until the end of the step. Only the entries that are read are
     copied."""
     block_state = scheduler_output.kv_connector_block_state
     if block_state is None:

@@ -253,5 +253,5 @@ class TierLookup:
 
 
 def _next_batch(num_seen: int) -> int:
-    """Number of chunks in the next batch after a search has seen so many."""
+    """Number of chunks in the next batch of a search that has seen `num_seen` chunks."""
     return max(_SECOND_BATCH, _GROWTH * num_seen)

@@ -55,7 +55,7 @@ class StepPlan(KVConnectorMetadata):
     is_idle: bool = False
     """True if nothing is computed in this step, so that waiting for a load delays no other request."""
     measured_step: int = 0
-    """Number of a step of which the scheduler measures the time; 0 for others. The outcome returns it."""
+    """Number of a step that the scheduler measures; 0 for other steps. The outcome returns it."""
 
 
 @dataclass(slots=True)

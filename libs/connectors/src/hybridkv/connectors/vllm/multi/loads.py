@@ -55,7 +55,7 @@ class ChildLoads:
         """Number of running loads, by child."""
         self._loads: dict[str, ChildLoad] = {}
         self._begun: set[str] = set()
-        """Requests whose load started after the last step was planned."""
+        """Requests with a load that started after the last step was planned."""
         self._within_steps: list[str] = []
 
     def begin(self, request_id: str, load: ChildLoad) -> None:

@@ -164,7 +164,7 @@ def flush_and_close(
 def flush(
     scheduler: OffloadScheduler, worker: OffloadWorker, timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> float:
-    """Runs steps without requests until no store or move is in flight or waits, or the time is over.
+    """Runs steps without requests until no store or move is in flight or waits, or until the timeout.
 
     At least one step runs, since moves that waited in an idle engine may be able to start.
 

@@ -45,7 +45,7 @@ class Prefetcher:
         layout: the model's groups.
         requests: gives the keys of a request.
         stack: the tiers.
-        start_lookup: sends async lookups for so many tokens of a request.
+        start_lookup: sends async lookups for the given number of tokens of a request.
         clock: seconds.
         metrics: counts what happens.
     """

@@ -1,4 +1,4 @@
-"""Startup log: what an engine understood of its groups, tiers and role, in the lines that it logs when its store opens.
+"""Startup log: the lines about groups, tiers and role that an engine logs when its store opens.
 
 `hybridkv plan` prints the same lines before an engine is started.
 """

@@ -95,8 +95,8 @@ class SegmentMaker(ChoreKind[Create, None]):
 
 
 STUCK_SHARE = 16
-"""One in so many segments may be left undeletable while others are evicted in its place. Not more: if none can be
-deleted, each costs the chunks of another one."""
+"""One of this many segments may remain undeletable while others are evicted in its place. Not more: if no segment can
+be deleted, each costs the chunks of another one."""
 MOST_STUCK_SEGMENTS = 8
 
 

@@ -29,7 +29,7 @@ from hybridkv.tiers.object.store import clock_ahead_s
 from hybridkv.tiers.object.sweeping import CapacitySweeper
 
 _SWEEP_PAUSE = 20
-"""Sweeps take at most one part in so many of the time."""
+"""Sweeps take at most this fraction of the time: one part of this many."""
 
 
 class ManifestStore:

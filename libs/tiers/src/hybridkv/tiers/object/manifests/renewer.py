@@ -19,11 +19,11 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.store import clock_ahead_s
 
 USE_INTERVAL_S = 60.0
-"""A use of one path is reported at most once in so long."""
+"""Minimum seconds between two reports of the use of one path."""
 MAX_USED = 4096
 """Paths with a remembered report."""
 _LOCAL_RENEWALS = 50
-"""A directory takes so many times as many renewals a second as a server."""
+"""Factor on the renewals a second for a directory instead of a server."""
 
 
 class ManifestRenewer:

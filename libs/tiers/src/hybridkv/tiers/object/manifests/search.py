@@ -49,7 +49,7 @@ async def find_last(
     Args:
         prefixes: prefixes of one path, in order.
         read: reads one round of manifests.
-        boundary_every: on average one prefix of so many is a boundary.
+        boundary_every: average number of prefixes for one boundary.
         max_probes: reads of one round.
         max_tail_probes: candidates after the last boundary; the last ones count.
     """

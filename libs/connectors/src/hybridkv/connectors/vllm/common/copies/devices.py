@@ -209,7 +209,7 @@ class GpuDevice(Device):
         work()
 
     def launch_delay(self, cycles: int) -> None:
-        """Launches compute that takes so many cycles of the GPU."""
+        """Launches compute that takes this number of GPU cycles."""
         import torch
 
         torch.cuda._sleep(cycles)

@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 VerifyRam = Literal["always", "sampled", "off"]
 
 SAMPLED_ONE_IN = 16
-"""With "sampled", one chunk of so many is read."""
+"""With "sampled", one of this many chunks is read."""
 MAX_COST = 0.05
 """Largest share of the speed of loads that the default gives to checksums."""
 

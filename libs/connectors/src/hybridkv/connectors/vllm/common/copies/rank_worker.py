@@ -71,7 +71,7 @@ class Outcomes:
         self._outcome.moves.update(moves)
 
     def measured(self, step: int) -> None:
-        """Records the end of a step of which the scheduler measures the time."""
+        """Records the end of a step that the scheduler measures."""
         self._outcome.measured_step = step
 
     def tell(self, facts: dict[str, str]) -> None:
@@ -167,13 +167,12 @@ class CopyJobs:
                     job.on_end(tuple(job.failures) or (LoadFailure("io", copied.failure),))
 
     def wait_for_loads(self, timeout_s: float) -> None:
-        """Waits until all loads have ended, at most so long."""
+        """Waits until all loads have ended, at most `timeout_s`."""
         if loads := [job_id for job_id, job in self._open.items() if job.is_load]:
             self._paths.loads.wait(loads, timeout_s)
 
     def suspend(self, timeout_s: float) -> bool:
-        """Waits until all jobs have ended, at most so long, and returns whether they have. If they have, further jobs
-        fail at once until `resume`."""
+        """Waits until all jobs have ended. False on timeout; else further jobs fail at once until `resume`."""
         ends_s = self._paths.clock() + timeout_s
         for engine in self._paths.engines():
             is_loads = engine is self._paths.loads
@@ -219,8 +218,8 @@ class RankWorker:
         return self._outcomes.take_facts()
 
     def suspend(self, timeout_s: float) -> bool:
-        """Waits until no copy uses the engine's KV memory, at most so long, and returns whether that is so. If it is,
-        loads and stores fail without a copy until `resume`. Results are reported with the next step."""
+        """Waits until no copy uses the engine's KV memory. False on timeout; else loads and stores fail without a copy
+        until `resume`. Results are reported with the next step."""
         return self._copies.suspend(timeout_s)
 
     def resume(self) -> None:

@@ -1,4 +1,4 @@
-"""Lookups of requests, and what each may load.
+"""Lookups of requests, and the loads that follow.
 
 `LoadPlanner` answers the engine's lookups. The decisions are in `hybridkv.planner.life`; this module gathers their
 facts, does the lookups and promotions in the tiers, and records metrics.
@@ -68,7 +68,8 @@ _FAILED_HOLDS = {LeaseFailure.TIMEOUT: HoldState.LATE, LeaseFailure.LOST: HoldSt
 
 
 MAX_POLL_S = 1.0
-"""A wait counts at most so long between two polls with steps between them: that time is the engine's queue."""
+"""Limit of the seconds that count as waiting between two polls, if steps ran between them: the rest is the engine's
+queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,7 @@ class LoadPlanner:
         return load
 
     def end_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """The load of a request has ended on every rank, and restored so many tokens."""
+        """Called when the load of a request has ended on every rank. `num_tokens`: restored tokens."""
         if num_tokens:
             self._metrics.saved(num_tokens, num_tokens * self.prefill_speed.seconds_per_token)
         self.end_wait(tracked)

@@ -1,11 +1,11 @@
 """Cached blocks of the engine that a load copies in place of chunks from a tier.
 
-An engine may hold attention blocks deeper than its deepest state. Then it asks for everything after that state, and the
+An engine may hold attention blocks deeper than its deepest state. Then a load begins after that state, and the
 attention can be copied on the device, which is faster than any link and uses no host memory. Blocks are found by the
 hash with which the engine itself would find them. The tier holds the chunks too, so no reply depends on these blocks.
 They are searched after the engine has allocated the request's blocks, because allocation may reuse cached blocks.
 
-Blocks whose content may not match their hash are never used: see `compat.hashes_before_computing`.
+Blocks with content that may not match their hash are never used: see `compat.hashes_before_computing`.
 """
 
 from __future__ import annotations

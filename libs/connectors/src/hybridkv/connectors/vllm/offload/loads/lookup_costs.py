@@ -16,7 +16,7 @@ from hybridkv.tiers.stack import TierStack
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 _MANY_CHUNKS = 1024
-"""A hit of so many chunks needs as much of windows and states as any longer one."""
+"""Number of chunks from which on a longer hit needs no more windows and states."""
 
 
 BREAK_EVEN_S: Final = 1.0

@@ -11,12 +11,12 @@ from hybridkv.tiers import Key
 from hybridkv.tiers.stack import TierStack
 
 LOOKUP_AGAIN_S = 30.5
-"""Lookups of a queued request are sent again after so long, if their answers have expired. Peers lease chunks that they
-found for a minute, and offer them for half of it."""
+"""Seconds after which lookups of a queued request are sent again, if their answers have expired. Peers lease found
+chunks for a minute, and these are offered for half of it."""
 CHECK_AGAIN_S = 1.0
-"""After that it is looked at once a second whether answers of a queued request have expired."""
+"""Interval, after that, of the checks whether answers of a queued request have expired."""
 MAX_CHECKED = 64
-"""Chunks of windows and of states that are looked at for that, the last ones."""
+"""Limit of the chunks of windows and states that such a check examines: the last ones."""
 
 
 class LookupSender:
@@ -33,7 +33,7 @@ class LookupSender:
         self._stack = stack
         self._clock = clock
         self._queued: dict[str, tuple[TrackedRequest, float]] = {}
-        """Requests in the engine's queue, and when their async lookups are looked at again. The oldest first."""
+        """Requests in the engine's queue, and when their async lookups are checked again. The oldest first."""
 
     def send(self, tracked: TrackedRequest, limit_tokens: int) -> None:
         """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first

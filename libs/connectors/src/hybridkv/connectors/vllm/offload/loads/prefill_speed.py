@@ -43,7 +43,7 @@ class PrefillSpeed:
         return self._is_fixed or bool(self._samples)
 
     def on_planned(self, num_scheduled_tokens: Mapping[str, int]) -> int:
-        """A step was planned, with so many tokens of each request. Returns its number; 0 if it is not measured."""
+        """Called when a step is planned. Returns its number; 0 if it is not measured."""
         if self._is_fixed:
             return 0
         num_tokens = sum(number for number in num_scheduled_tokens.values() if number >= MIN_REQUEST_TOKENS)

@@ -19,7 +19,7 @@ from hybridkv.planner.hints import keep_in
 from hybridkv.tiers.stack import TierStack
 
 CHURN: Final = 8
-"""Kept chunks are touched again after one in so many of a tier's keys has changed."""
+"""Kept chunks are touched again after one of this many keys of a tier has changed."""
 MAX_KEPT: Final = 65_536
 """Limit for kept chunks. A prefix beyond it is refused and counted."""
 EXPIRE_EVERY_S: Final = 1.0
