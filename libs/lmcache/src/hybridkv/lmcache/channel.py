@@ -132,7 +132,7 @@ class Channel:
                 action()
             finally:
                 if is_open:
-                    self._one_less()
+                    self._count_ended()
 
         def keep() -> None:
             if self._is_closing:
@@ -195,45 +195,45 @@ class Channel:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._look()
+                self._poll_sockets()
         finally:
             self._finish()
 
-    def _look(self) -> None:
+    def _poll_sockets(self) -> None:
         poller = zmq.Poller()
         if not self._socket.closed:
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
-        ready = dict(poller.poll(int(self._pause_s() * 1000) + 1))
+        ready = dict(poller.poll(int(self._poll_timeout_s() * 1000) + 1))
         if self._woken.fileno() in ready:
             with contextlib.suppress(OSError):
                 self._woken.recv(4096)
-        self._obey()
+        self._run_commands()
         for _ in range(_BATCH):
             if self._socket.closed or not self._safely(self._read):
                 break
         if self._monitor in ready and not self._monitor.closed:
-            self._safely(self._hear)
-        self._ring()
+            self._safely(self._handle_disconnect)
+        self._run_due()
 
-    def _hear(self) -> None:
+    def _handle_disconnect(self) -> None:
         """Handles a monitor event. The only event is a disconnect."""
         self._monitor.recv_multipart(zmq.NOBLOCK)
         self._drop()
         self._on_cut()
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         for _ in range(len(self._commands)):
             self._safely(self._commands.popleft())
 
-    def _pause_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         if self._commands:
             return 0.0
         due_s = min(self._due_s, self._timers[0][0]) if self._timers else self._due_s
         return min(IDLE_S, max(0.0, due_s - self._clock()))
 
-    def _ring(self) -> None:
+    def _run_due(self) -> None:
         now_s = self._clock()
         if now_s >= self._due_s:
             self._expire(now_s)
@@ -357,9 +357,9 @@ class Channel:
         on_end, open_call.on_end = open_call.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
-        self._one_less()  # after the callback, so that `drain` includes it
+        self._count_ended()  # after the callback, so that `drain` includes it
 
-    def _one_less(self) -> None:
+    def _count_ended(self) -> None:
         with self._changed:
             self._num_open -= 1
             self._changed.notify_all()
@@ -373,13 +373,13 @@ class Channel:
             self._end(each, CallFailure(Trouble.CLOSED, each.call.name))
         self._late.clear()
         # Unsent calls are among commands and timers; each ends with CLOSED.
-        self._obey()
+        self._run_commands()
         timers, self._timers = self._timers, []
         for _, _, action in timers:
             self._safely(action)
         with self._lock:
             self._is_over = True
-        self._obey()
+        self._run_commands()
         self._woken.close()
         self._waker.close()
         self._context.destroy(0)

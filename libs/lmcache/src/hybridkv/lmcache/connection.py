@@ -262,18 +262,18 @@ class Connection:
         http = HttpAddress(self._address.host, self._address.http_port)
         facts = detect(http, options.call_timeout_s, get_json)
         codec = facts.codec
-        self._said(codec.noop())
-        self._said(codec.probe())
+        self._require_answer(codec.noop())
+        self._require_answer(codec.probe())
         alignment = self._session.alignment_tokens
-        chunk_tokens = self._agree(codec, alignment)
+        chunk_tokens = self._agree_on_chunk(codec, alignment)
         registration = self._session.registration_for(facts, chunk_tokens)
         if registration is not None:
-            self._said(codec.register(registration))
+            self._require_answer(codec.register(registration))
             if self._registered not in (None, registration.instance):
                 # A server that was only slow still has the old registration; a new server does not.
                 self._call(codec.unregister(self._registered))
             self._registered = registration.instance
-        self._said(codec.ping(registration.instance if registration else None))
+        self._require_answer(codec.ping(registration.instance if registration else None))
         logger.info(
             "LMCache %s at %s, chunks of %d tokens (a multiple of %d)",
             facts.version,
@@ -283,7 +283,7 @@ class Connection:
         )
         return Ready(facts, codec, chunk_tokens, registration)
 
-    def _agree(self, codec: Codec, alignment: int) -> int:
+    def _agree_on_chunk(self, codec: Codec, alignment: int) -> int:
         ended = self._call(codec.chunk_tokens(alignment))
         if isinstance(ended, CallFailure) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
             # A server does not answer if another engine has settled another chunk size. Its configuration does not
@@ -314,7 +314,7 @@ class Connection:
             self._is_suspect = False
             if self._tasks:  # one per heartbeat: tasks are slow, and heartbeats must continue
                 self._run_task(self._tasks.popleft(), ready)
-            missed = 0 if self._lives(ready) else missed + 1
+            missed = 0 if self._answers_heartbeat(ready) else missed + 1
             if missed >= self._options.max_missed_beats:
                 return f"{missed} heartbeats without an answer"
 
@@ -324,7 +324,7 @@ class Connection:
         except Exception:
             logger.exception("a task for LMCache's server failed")
 
-    def _lives(self, ready: Ready) -> bool:
+    def _answers_heartbeat(self, ready: Ready) -> bool:
         # Repeating a registration has no effect. A server drops the registration of an idle process.
         if ready.registration is not None and isinstance(
             self._call(ready.codec.register(ready.registration)), CallFailure
@@ -337,7 +337,7 @@ class Connection:
         if ready.registration is not None:
             self._call(ready.codec.unregister(ready.registration.instance))
 
-    def _said(self, call: RpcCall[T]) -> T:
+    def _require_answer(self, call: RpcCall[T]) -> T:
         ended = self._call(call)
         if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer: {ended}")
