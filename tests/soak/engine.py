@@ -279,7 +279,7 @@ class Engine:
         """Possible reasons why no chunk reaches the disk."""
         counts = self.stack.take_counts(), self.far.take_counts()
         breakers = [f"{direction} {self.stack.breaker_state(direction, 'disk')}" for direction in Direction]
-        return f"{', '.join(breakers)}; {', '.join(map(repr, counts))}"
+        return f"{', '.join(breakers)}; last failure: {self.failure}; {', '.join(map(repr, counts))}"
 
     def settle(self) -> None:
         """Run until no work is pending. A watchdog limits the time."""

@@ -155,5 +155,5 @@ def test_writers_were_killed_in_every_kind_of_work() -> None:
 def test_the_check_finds_a_missing_chunk(tmp_path: Path) -> None:
     words, _ = disk_writer.write_until_killed(tmp_path / "store", 1, kill_at=-1)
     key = next(key for key, expected in expectations(words).items() if not expected.must and not expected.may)
-    with pytest.raises(AssertionError, match="not there"):
+    with pytest.raises(AssertionError, match="not found"):
         check(tmp_path / "store", [*words, f"done put {key.hex()} 9999"])

@@ -120,6 +120,22 @@ def test_the_next_write_notices_a_missing_rank(store: Store, how: str) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("are_open", [False, True])
+def test_deleted_segments_are_noticed_in_a_directory_that_stays(store: Store, are_open: bool) -> None:
+    """As by a program that deletes old files. Every store to such a segment fails if the medium must open it, so that
+    the breaker opens, and few stores are tried."""
+    for segment in (store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0").iterdir():
+        if not are_open:
+            number = segment_number(segment.name)
+            assert number is not None
+            store.medium._cache.forget(number)
+        segment.unlink()
+    outcomes = store_repeatedly(store)
+    assert outcomes.count(False) <= 1, outcomes
+    if not are_open:
+        require_a_working_store(store)
+
+
 def test_a_closed_namespace_makes_and_deletes_no_files(tmp_path: Path) -> None:
     namespace = Namespace(FileIO(), str(tmp_path / "store"), disk_store.FINGERPRINT)
     namespace.close()

@@ -16,7 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import Changes
-from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, NewChunk, Refusal, Slot, SyncLookups, TierCounts
+from hybridkv.tiers.contract import (
+    UNSPECIFIED,
+    Extends,
+    FailureReason,
+    Key,
+    NewChunk,
+    Refusal,
+    Slot,
+    SyncLookups,
+    TierCounts,
+)
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
@@ -154,6 +164,7 @@ class DiskIndex(SyncLookups):
         self._records.abort(key)
         if record is not None:
             self._journal.withdraw(record)
+            self._maintenance.suspect_loss()
         self._maintenance.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
@@ -163,6 +174,8 @@ class DiskIndex(SyncLookups):
         """
         self._maintenance.collect()
         is_withdrawn = self._journal.quarantine(key, str(reason))
+        if reason == FailureReason.MISSING:
+            self._maintenance.suspect_loss()
         self._maintenance.run()
         return is_withdrawn
 

@@ -20,7 +20,7 @@ CHECKED_S = 5.0
 
 
 @dataclass(slots=True)
-class _Check:
+class _KeyCheck:
     """Last lookup of a key before its store."""
 
     began_s: float
@@ -60,7 +60,7 @@ class StoreChecks:
         """Their keys."""
         self._path_of: dict[Key, Sequence[Key]] = {}
         """Newest of these paths with a key."""
-        self._checks: dict[Key, _Check] = {}
+        self._checks: dict[Key, _KeyCheck] = {}
         """Of the keys to store, the oldest first."""
 
     def announce(self, path: Sequence[Key]) -> None:
@@ -124,4 +124,4 @@ class StoreChecks:
 
     def _begin(self, key: Key, now_s: float, *, was_offered: bool) -> None:
         self._checks.pop(key, None)
-        self._checks[key] = _Check(now_s, was_offered)
+        self._checks[key] = _KeyCheck(now_s, was_offered)

@@ -167,7 +167,7 @@ class StoreState:
         self.is_snapshot_wanted = not files.changes.is_begun
         """The files on disk are incomplete: the last snapshot failed, or changes cannot be appended to it."""
         self.is_lost = False
-        """A file that should exist is missing: the directory may have been removed."""
+        """A file that should exist may be missing: it or its directory may have been removed."""
         self.is_taken = False
         """Another engine has the namespace, or had it: no more file work, no more stores."""
 

@@ -189,6 +189,10 @@ class Maintenance:
                 self._look_again_s = min(self._agenda.snapshot.due_s, self.state.retries.next_retry_s)
                 return
 
+    def suspect_loss(self) -> None:
+        """A store or a load failed, maybe because its file is missing: look for missing files."""
+        self.state.is_lost = True
+
     @property
     def makes_room(self) -> bool:
         """True if a chore that makes room runs, or is due after a running one."""

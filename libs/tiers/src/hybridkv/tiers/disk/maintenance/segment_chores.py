@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +20,8 @@ from hybridkv.tiers.disk.maintenance.chore import (
     StoreState,
 )
 from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter, WriteEpoch
+
+logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -237,27 +240,36 @@ class SegmentSealer(ChoreKind[Seal, None]):
             segments.refile(segments.by_number[chore.number])
 
 
+_WITH_FILES = (SegmentStage.READY, SegmentStage.OPEN, SegmentStage.FULL)
+
+
 @dataclass(frozen=True, slots=True)
 class Restore(Chore[set[int] | None]):
     epoch: int
+    segments: frozenset[int]
+    """Segments that should exist."""
 
     needs_own: ClassVar[bool] = False
 
     def run(self, files: StoreFiles) -> set[int] | None:
-        """Segments that every rank has now; None if no directory was removed."""
+        """Segments that every rank has now; None if no directory and no segment is missing."""
         namespace = files.namespace
         if not namespace.is_present():
             namespace.restore()
-        if not namespace.is_recreated:
-            return None
-        WriteEpoch(self.epoch).run(files)
         numbers = [{segment_number(name) for name in directory.list()} for directory in namespace.ranks]
+        present = {number for number in set.intersection(*numbers) if number is not None}
+        if not namespace.is_recreated:
+            if self.segments <= present:
+                return None
+            namespace.require_own()
+        WriteEpoch(self.epoch).run(files)
         namespace.is_recreated = False
-        return {number for number in set.intersection(*numbers) if number is not None}
+        return present
 
 
 class Restorer(ChoreKind[Restore, set[int] | None]):
-    """Recreates removed directories, and drops the records that lay in them. The journal must then be rewritten."""
+    """Recreates removed directories, and drops the records that lay in them or in removed files. The journal must then
+    be rewritten."""
 
     makes_room = True
 
@@ -270,7 +282,12 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         return self._state.is_lost and not self._state.retries.is_backing_off(Restore)
 
     def plan(self) -> AnyDueChore | None:
-        return DueChore(self, Restore(self._state.epoch)) if self._state.is_lost else None
+        state = self._state
+        if not state.is_lost or state.retries.is_backing_off(Restore):
+            return None
+        known = state.segments.by_number.values()
+        segments = frozenset(each.number for each in known if each.stage in _WITH_FILES)
+        return DueChore(self, Restore(state.epoch, segments))
 
     def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
         state, segments, present = self._state, self._state.segments, ending.value
@@ -286,9 +303,11 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         state.records.log.drop_until_snapshot()
         state.is_snapshot_wanted = True
         segments.close_open()
-        for segment in segments.by_number.values():
-            if segment.number not in present:
-                self._lose(segment)
+        lost = [segment for segment in segments.by_number.values() if segment.number not in present]
+        for segment in lost:
+            self._lose(segment)
+        path = state.files.namespace.path
+        logger.warning("%s: %d segments are missing; hint: keep programs that delete old files away", path, len(lost))
 
     def _lose(self, segment: Segment) -> None:
         """Drop a segment without files."""
