@@ -155,7 +155,7 @@ MUTANTS: Final = (
     Mutant(
         "states that the engine recorded under a wrong block",
         f"{_CONNECTORS}/common/blocks/corrupt_blocks.py",
-        "states = [State(*state) for state in handed_over if not self.holds(state[1])]",
+        "states = [State(*state) for state in handed_over if not self.is_corrupt(state[1])]",
         "states = [State(*state) for state in handed_over]",
         "//libs/connectors:connectors_test",
     ),
