@@ -178,7 +178,7 @@ class CascadeQueue:
         dropped: list[MoveResult] = []
         self._has_new = False
         write_gate = gate() if self._keys else WriteGate.OPEN
-        self._prepare(write_gate)
+        self.prepare(write_gate)
         while self._retries or self._queue:
             chunk = self._retries[0][1] if self._retries else self._queue[0]
             is_first = not chunk.was_sent
@@ -201,8 +201,8 @@ class CascadeQueue:
                 self._on_lost(chunk)
         return dropped
 
-    def _prepare(self, gate: WriteGate) -> None:
-        """Announce the first chunks of the queue. The queue waits for the answer about one chunk, not about each."""
+    def prepare(self, gate: WriteGate) -> None:
+        """Announce the first chunks of the queue together. Otherwise the queue would wait for an answer about each."""
         num_chunks = {WriteGate.OPEN: MAX_PREPARED, WriteGate.PROBE: 1}.get(gate, 0)
         if self._batched is not None and num_chunks and self._queue:
             self._batched.prepare_stores([chunk.key for chunk in islice(self._queue, num_chunks)])

@@ -262,6 +262,12 @@ class SecondaryTierState:
             if queue.num_waiting:
                 self._context.wake_at(queue.since_s + self._options.load_timeout_s)
 
+    def prepare(self) -> None:
+        """Announce newly queued chunks to the tier, so that it can look them up while the engine computes a step."""
+        queue = self.queue
+        if queue is not None and queue.has_new:
+            queue.prepare(self._gate())
+
     def _gate(self) -> WriteGate:
         state = self.health.state(Direction.CASCADE)
         if state is BreakerState.OPEN:

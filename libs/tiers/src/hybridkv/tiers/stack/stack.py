@@ -334,7 +334,8 @@ class TierStack:
         if self._tiers:
             for (key, extends), is_stored in zip(chunks, are_stored, strict=True):
                 self._on_committed(key, extends, is_stored, key not in primary_only)
-            self._pump_new()  # lookups before stores are answered while the engine computes its next step
+            for tier in self._cascading:
+                tier.prepare()
         return are_stored
 
     def _on_committed(self, key: Key, extends: Extends, is_stored: bool, cascades: bool) -> None:
