@@ -132,7 +132,7 @@ def test_wrongly_copied_blocks_are_served_to_no_request(
     if guard == "none":
         monkeypatch.setattr(CorruptBlocks, "follow_step", lambda *arguments: None)
     if guard == "of_copies_alone":
-        monkeypatch.setattr(CorruptBlocks, "holds", lambda *arguments: False)
+        monkeypatch.setattr(CorruptBlocks, "is_corrupt", lambda *arguments: False)
     with new_engine(async_scheduling=is_async) as engine:
         begin(engine, unchecked)
         engine.reset_prefix_cache()
