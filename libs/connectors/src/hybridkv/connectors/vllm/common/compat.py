@@ -324,7 +324,7 @@ def hint_objects(request: Any) -> list[tuple[str, Any]]:
     """Hints of a request to this connector, each with its place. They are not validated.
 
     They come from `kv_transfer_params`, which a client of the server writes and which may hold anything; and from
-    `kv_hints` if the engine has it (0.32), which comes only through its Python interface.
+    `kv_hints` if the engine has it (0.31), which comes only through its Python interface.
     """
     found = []
     params = getattr(request, "kv_transfer_params", None)

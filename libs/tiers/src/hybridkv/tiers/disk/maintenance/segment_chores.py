@@ -240,14 +240,14 @@ class SegmentSealer(ChoreKind[Seal, None]):
             segments.refile(segments.by_number[chore.number])
 
 
-_WITH_FILES = (SegmentStage.READY, SegmentStage.OPEN, SegmentStage.FULL)
+_WRITABLE = (SegmentStage.READY, SegmentStage.OPEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Restore(Chore[set[int] | None]):
     epoch: int
     segments: frozenset[int]
-    """Segments that should exist."""
+    """Segments that should exist: others may be deleted on some ranks only."""
 
     needs_own: ClassVar[bool] = False
 
@@ -286,7 +286,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         if not state.is_lost or state.retries.is_backing_off(Restore):
             return None
         known = state.segments.by_number.values()
-        segments = frozenset(each.number for each in known if each.stage in _WITH_FILES)
+        segments = frozenset(each.number for each in known if each.stage in _WRITABLE or each.live_bytes)
         return DueChore(self, Restore(state.epoch, segments))
 
     def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
