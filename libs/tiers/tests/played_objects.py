@@ -23,6 +23,8 @@ class FakeObjectClient:
         self.namespace: str | None = "n"
         self.events: deque[News] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
+        self.requested: list[Key] = []
+        """Keys of all lookups that requests wait for."""
         self.published: list[Stored] = []
         self.used: list[tuple[Key, ...]] = []
         self.retracted: list[tuple[Key, PackPlace]] = []
@@ -34,6 +36,7 @@ class FakeObjectClient:
     def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
         if self.is_reachable:
             self.asked.append((request, tuple(keys)))
+            self.requested += () if is_for_store else keys
         return self.is_reachable
 
     def answer(self) -> None:

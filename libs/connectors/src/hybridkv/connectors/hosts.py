@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -77,9 +77,7 @@ def _address(host: str) -> _Address | None:
 
 def _is_name(entry: str) -> bool:
     folded = _folded(entry)
-    # A dot that is left would make another name of it, which is not looked up in the operator's domains.
-    is_absolute, is_number = folded.endswith("."), folded.split(".")[-1].isdigit()
-    return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not is_absolute and not is_number
+    return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not folded.split(".")[-1].isdigit()
 
 
 def is_any(host: str) -> bool:

@@ -160,7 +160,7 @@ class RemoteIndex(Generic[P]):
         for known in (self._known.by_key, self._found.by_key):
             if known and not known.keys().isdisjoint(keys):
                 keys = [key for key in keys if key not in known]
-        keys = self._tracker.keys_to_send(keys, deadline_s, self._clock())
+        keys = self._tracker.keys_to_send(keys, deadline_s, self._clock(), is_urgent=self._is_urgent)
         if not keys:
             return
         self._number += 1

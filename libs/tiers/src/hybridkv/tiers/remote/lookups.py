@@ -100,11 +100,16 @@ class LookupTracker:
 
     # Sending.
 
-    def keys_to_send(self, keys: Sequence[Key], deadline_s: float, now_s: float) -> list[Key]:
+    def keys_to_send(
+        self, keys: Sequence[Key], deadline_s: float, now_s: float, *, is_urgent: bool = True
+    ) -> list[Key]:
         """Select the keys to look up now: not open already (the later deadline then applies), not recently missing, and
-        within `max_open_keys`."""
+        within `max_open_keys`. An urgent lookup takes its keys out of those that are not."""
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):
+            for key in keys if is_urgent else ():
+                if key in known and not self._lookups[known[key]].is_urgent:
+                    self.withdraw(key)
             for number in {known[key] for key in keys if key in known}:
                 self._postpone(self._lookups[number], deadline_s)
             keys = [key for key in keys if key not in known]
