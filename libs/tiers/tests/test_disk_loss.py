@@ -136,6 +136,53 @@ def test_deleted_segments_are_noticed_in_a_directory_that_stays(store: Store, ar
         require_a_working_store(store)
 
 
+def test_a_deleted_segment_in_use_is_lost_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """A pinned chunk keeps it in the tables, and later failures must not count it again."""
+    assert store.index.pin(b"old 7") is not None
+    for segment in (store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0").iterdir():
+        number = segment_number(segment.name)
+        assert number is not None
+        store.medium._cache.forget(number)
+        segment.unlink()
+    store_repeatedly(store)
+    for _ in range(5):
+        store.io.failing["pwritev"] = errno.EIO
+        store.clock.now_s += OPTIONS.retry_interval_s
+        assert not store.store()
+        store.io.failing.clear()
+        store.clock.now_s += OPTIONS.retry_interval_s
+        assert store.store()
+    assert caplog.text.count("segments are missing") == 1
+    store.index.unpin(b"old 7")
+    require_a_working_store(store)
+
+
+def test_a_directory_that_cannot_be_read_is_not_removed(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.io.failing |= {"pwritev": errno.EIO, "open": errno.EIO}
+    assert not any(store_repeatedly(store))
+    store.io.failing.clear()
+    assert all(store_repeatedly(store)[1:])
+    assert "was removed" not in caplog.text and "are missing" not in caplog.text
+    store.close()
+
+
+def test_failed_stores_look_for_missing_files_at_intervals(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    present, num_looks = Namespace.is_present, 0
+
+    def counting(namespace: Namespace) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return present(namespace)
+
+    monkeypatch.setattr(Namespace, "is_present", counting)
+    store.io.failing["pwritev"] = errno.EIO
+    for expected in (1, 1, 1, 2):
+        store.clock.now_s += OPTIONS.retry_interval_s if expected == 2 else 0
+        assert not store.store() and store.index.drain(disk_store.TIMEOUT_S)
+        assert num_looks == expected
+    store.close()
+
+
 def test_a_closed_namespace_makes_and_deletes_no_files(tmp_path: Path) -> None:
     namespace = Namespace(FileIO(), str(tmp_path / "store"), disk_store.FINGERPRINT)
     namespace.close()

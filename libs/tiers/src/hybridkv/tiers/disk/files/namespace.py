@@ -17,13 +17,15 @@ import msgspec
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.locks import TakenError, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
-from hybridkv.tiers.errors import TierConfigurationError, is_shortage
+from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, directory_error, open_root
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.files.path_safety import warn_if_replaceable
 
 logger = logging.getLogger(__name__)
 
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""Errors of a file or directory that was removed."""
 MAX_LOCK_ATTEMPTS = 10
 
 
@@ -301,7 +303,7 @@ class Namespace:
         try:
             root = Directory.root(self.io, self.root.path, create=False)
         except OSError as error:
-            if is_shortage(error):
+            if error.errno not in GONE:
                 raise
             return False
         try:
@@ -311,7 +313,7 @@ class Namespace:
                 for name, directory in zip(names, self.ranks, strict=True)
             )
         except OSError as error:
-            if is_shortage(error):
+            if error.errno not in GONE:
                 raise
             return False
         finally:

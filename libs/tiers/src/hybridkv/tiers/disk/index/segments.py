@@ -77,6 +77,7 @@ class Segment:
     __slots__ = (
         "end_offset",
         "epoch",
+        "is_lost",
         "is_moving",
         "is_sealed",
         "live_bytes",
@@ -102,6 +103,8 @@ class Segment:
         """Of these, records that may still be written."""
         self.is_moving = False
         """Its records are being copied away."""
+        self.is_lost = False
+        """Its files are missing."""
         self.is_sealed = False
         self.may_be_sealed = True
         """False after an interrupted copy into it: it may hold a torn record."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from hybridkv.tiers.disk.counts import DiskTally
 from hybridkv.tiers.disk.files.locks import TakenError
-from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.files.namespace import GONE, Namespace
 from hybridkv.tiers.disk.files.segment_files import SegmentFiles
 from hybridkv.tiers.disk.index.change_log import ChangesFile
 from hybridkv.tiers.disk.index.records import RecordTable
@@ -126,9 +126,6 @@ class Retries:
             logger.info("disk tier in %s: works again after %s", self._path, problem)
 
 
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-
-
 class Tables(NamedTuple):
     """Tables of an index."""
 
@@ -180,7 +177,7 @@ class StoreState:
             self.retries.succeeded(kind, is_all_well)
             return
         self.retries.failed(kind, error, stuck)
-        self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
+        self.is_lost = self.is_lost or getattr(error, "errno", None) in GONE
         if isinstance(error, TakenError):
             self._end_storing()
 

@@ -6,6 +6,7 @@ runs in the index's thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -168,6 +169,7 @@ class Maintenance:
         self._ended = self._dispatcher.ended
         self._look_again_s = state.clock()
         self._looked_at = -1
+        self._suspect_again_s = -math.inf
 
     def settle(self) -> None:
         """Do the work that is due now, except snapshots and changes, which an open index writes."""
@@ -190,8 +192,12 @@ class Maintenance:
                 return
 
     def suspect_loss(self) -> None:
-        """A store or a load failed, maybe because its file is missing: look for missing files."""
-        self.state.is_lost = True
+        """A store or a load failed, maybe because its file is missing: look for missing files, at most once in a
+        `retry_interval_s`."""
+        now_s = self.state.clock()
+        if now_s >= self._suspect_again_s:
+            self._suspect_again_s = now_s + self.state.options.retry_interval_s
+            self.state.is_lost = True
 
     @property
     def makes_room(self) -> bool:

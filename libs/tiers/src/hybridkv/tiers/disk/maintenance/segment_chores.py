@@ -286,7 +286,8 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         if not state.is_lost or state.retries.is_backing_off(Restore):
             return None
         known = state.segments.by_number.values()
-        segments = frozenset(each.number for each in known if each.stage in _WRITABLE or each.live_bytes)
+        expected = (each for each in known if (each.stage in _WRITABLE or each.live_bytes) and not each.is_lost)
+        segments = frozenset(each.number for each in expected)
         return DueChore(self, Restore(state.epoch, segments))
 
     def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
@@ -303,7 +304,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         state.records.log.drop_until_snapshot()
         state.is_snapshot_wanted = True
         segments.close_open()
-        lost = [segment for segment in segments.by_number.values() if segment.number not in present]
+        lost = [each for each in segments.by_number.values() if each.number not in present and not each.is_lost]
         for segment in lost:
             self._lose(segment)
         path = state.files.namespace.path
@@ -316,6 +317,6 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
             segments.ready.remove(segment)
         if segment.stage in (SegmentStage.READY, SegmentStage.UNAVAILABLE, SegmentStage.STUCK):
             segment.stage = SegmentStage.FULL
-        segment.may_be_sealed = False
+        segment.may_be_sealed, segment.is_lost = False, True
         records.withdraw_in(segment)
         segments.refile(segment)
