@@ -8,7 +8,7 @@ from played_objects import FakeObjectClient
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Refusal, Slot
 from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, PackPlace, store_checks
-from hybridkv.tiers.object.store_checks import CHECKED_S, FRESH_ANSWER_S
+from hybridkv.tiers.object.store_checks import CHECKED_S, FRESH_ANSWER_S, KEPT_S
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import CascadePolicy, MoveOutcome, SecondaryTier, SecondaryTierOptions, TierStack
 
@@ -153,6 +153,59 @@ def test_a_request_does_not_wait_for_a_lookup_before_a_store() -> None:
     assert stores.index.lookup_counts == (2, 0)
     stores.index.prepare_stores([B])
     assert isinstance(stores.index.reserve(B, 100), Slot)
+
+
+def test_a_store_revives_no_lookup_of_a_request_that_timed_out() -> None:
+    """Its late answer would count as one in time."""
+    stores = Stores({A: PackPlace("p", 0, 100)}, check_timeout_s=1.0)
+    stores.announce(A)
+    stores.index.start_lookup([A], 0.25)
+    stores.time_s = 0.3
+    assert stores.index.lookup_counts == (0, 1)
+    stores.index.prepare_stores([A])
+    stores.time_s = 0.4
+    stores.depot.answer()
+    assert stores.index.lookup(A) is HIT
+    assert stores.index.lookup_counts == (0, 1)
+    stores.index.start_lookup([B], 0.65)
+    stores.index.prepare_stores([B])
+    stores.time_s = 0.7
+    assert stores.index.lookup_counts == (0, 2), "a store does not change its deadline"
+
+
+def test_an_old_answer_of_a_store_that_was_never_tried_is_not_used() -> None:
+    stores = Stores({})
+    stores.announce(A)
+    stores.index.prepare_stores([A])
+    stores.depot.answer()
+    stores.time_s += KEPT_S + 1
+    stores.index.prepare_stores([A])
+    assert stores.index.reserve(A, 100) is Refusal.BUSY
+    assert len(stores.depot.asked) == 1
+
+
+def test_a_store_waits_briefly_while_requests_use_all_open_keys() -> None:
+    stores = Stores({}, max_open_keys=8, check_timeout_s=1.0)
+    stores.index.start_lookup([b"r %d" % number for number in range(8)], 100.0)
+    stores.announce(A)
+    for time_s in (0.0, 0.5):
+        stores.time_s = time_s
+        stores.index.prepare_stores([A])
+        assert stores.index.reserve(A, 100) is Refusal.BUSY
+    stores.time_s = 1.0
+    assert isinstance(stores.index.reserve(A, 100), Slot)
+
+
+def test_the_number_of_remembered_checks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_checks, "MAX_ANNOUNCED", 8)
+    stores = Stores({})
+    for number in range(20):
+        key = b"key %d" % number
+        stores.announce(key)
+        stores.index.start_lookup([key], stores.time_s + 1.0)
+        stores.depot.answer()
+        stores.index.prepare_stores([key])
+    assert len(stores.index._checks._checks) <= 8
 
 
 @pytest.mark.parametrize("why", ["budget", "read-only", "unreachable"])

@@ -16,7 +16,9 @@ OPEN_KEYS_DIVISOR = 2
 FRESH_ANSWER_S = 0.5
 """A key is looked up before it is stored, unless a lookup found within this time that it is missing."""
 CHECKED_S = 5.0
-"""A lookup before a store counts for this time, and in any case for the next attempt to store after its answer."""
+"""A lookup before a store counts for this time,"""
+KEPT_S = 60.0
+"""and for the first attempt to store after its answer, up to this time."""
 
 
 @dataclass(slots=True)
@@ -24,11 +26,13 @@ class _KeyCheck:
     """Last lookup of a key before its store."""
 
     began_s: float
+    is_sent: bool
+    """False: there was no room for it, and the store waits for the time-out."""
     was_offered: bool
     """Its answer counted for one attempt to store."""
 
     def is_over(self, now_s: float) -> bool:
-        return self.was_offered and now_s - self.began_s > CHECKED_S
+        return now_s - self.began_s > (CHECKED_S if self.was_offered else KEPT_S)
 
 
 class StoreChecks:
@@ -83,11 +87,11 @@ class StoreChecks:
                 continue
             check = checks.get(key)
             if check is None and tracker.is_missing(key, now_s - FRESH_ANSWER_S):
-                self._begin(key, now_s, was_offered=True)
-            elif check is None or check.is_over(now_s):
-                self._look_up(key, now_s)
-            else:
+                self._begin(key, now_s, is_sent=True, was_offered=True)
+            elif check is not None and self._counts(check, now_s):
                 check.was_offered = True
+            else:
+                self._look_up(key, now_s)
 
     def may_store(self, key: Key) -> bool:
         """Whether a key may be stored now: it has no path, or the answer of a lookup came, or was awaited long enough.
@@ -96,7 +100,13 @@ class StoreChecks:
             return True
         if key not in self._checks:
             self.prepare((key,))
-        return key in self._checks and not self._tracker.is_pending(key)
+        check = self._checks.get(key)
+        if check is None or self._tracker.is_pending(key):
+            return False
+        return check.is_sent or self._clock() - check.began_s >= self._timeout_s
+
+    def _counts(self, check: _KeyCheck | None, now_s: float) -> bool:
+        return check is not None and check.is_sent and not check.is_over(now_s)
 
     def forget(self, key: Key) -> None:
         """The key is being stored."""
@@ -111,17 +121,19 @@ class StoreChecks:
         tracker, checks = self._tracker, self._checks
         room = tracker.max_open_keys // OPEN_KEYS_DIVISOR - tracker.num_open_keys
         if room <= 0:
+            check = checks.get(key)
+            if check is None or check.is_over(now_s):
+                self._begin(key, now_s, is_sent=False, was_offered=False)
             return
         path = self._path_of[key]
-        following = path[path.index(key) :]
-        keys = [each for each in following if each not in checks or checks[each].is_over(now_s)][:room]
+        keys = [each for each in path[path.index(key) :] if not self._counts(checks.get(each), now_s)][:room]
         tracker.forget_missing(keys, now_s - FRESH_ANSWER_S)
         self._start_lookup(keys, now_s + self._timeout_s)
         for each in keys:
-            self._begin(each, now_s, was_offered=False)
-        while len(checks) > MAX_ANNOUNCED:
-            del checks[next(iter(checks))]
+            self._begin(each, now_s, is_sent=True, was_offered=False)
 
-    def _begin(self, key: Key, now_s: float, *, was_offered: bool) -> None:
+    def _begin(self, key: Key, now_s: float, *, is_sent: bool, was_offered: bool) -> None:
         self._checks.pop(key, None)
-        self._checks[key] = _KeyCheck(now_s, was_offered)
+        self._checks[key] = _KeyCheck(now_s, is_sent, was_offered)
+        if len(self._checks) > MAX_ANNOUNCED:
+            del self._checks[next(iter(self._checks))]

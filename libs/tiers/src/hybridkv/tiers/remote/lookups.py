@@ -104,14 +104,19 @@ class LookupTracker:
         self, keys: Sequence[Key], deadline_s: float, now_s: float, *, is_urgent: bool = True
     ) -> list[Key]:
         """Select the keys to look up now: not open already (the later deadline then applies), not recently missing, and
-        within `max_open_keys`. An urgent lookup takes its keys out of those that are not."""
+        within `max_open_keys`.
+
+        An urgent lookup takes its keys out of those that are not urgent. One that is not urgent takes its keys out of
+        urgent ones that have timed out, and does not change the deadline of others.
+        """
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):
-            for key in keys if is_urgent else ():
-                if key in known and not self._lookups[known[key]].is_urgent:
+            for key in keys:
+                if key in known and self._is_taken_over(self._lookups[known[key]], is_urgent):
                     self.withdraw(key)
             for number in {known[key] for key in keys if key in known}:
-                self._postpone(self._lookups[number], deadline_s)
+                if self._lookups[number].is_urgent == is_urgent:
+                    self._postpone(self._lookups[number], deadline_s)
             keys = [key for key in keys if key not in known]
         missing = self._missing
         if missing and not missing.keys().isdisjoint(keys):
@@ -122,6 +127,9 @@ class LookupTracker:
             self._count(LookupAnswer.TIMED_OUT, len(keys) - room)
             del keys[room:]
         return keys
+
+    def _is_taken_over(self, lookup: _TrackedLookup, is_urgent: bool) -> bool:
+        return lookup.is_urgent != is_urgent and (is_urgent or lookup.deadline_s == _OVER_S)
 
     def _postpone(self, lookup: _TrackedLookup, deadline_s: float) -> None:
         if deadline_s > lookup.deadline_s:
