@@ -12,13 +12,13 @@ from hybridkv.tiers.remote import LookupTracker
 MAX_ANNOUNCED = 16_384
 """Keys of paths that are remembered, to look them up before they are stored. The newest path is, however long."""
 OPEN_KEYS_DIVISOR = 2
-"""Lookups before stores are sent while less than this part of the allowed keys is open. Requests get the rest."""
+"""Lookups before stores are sent while fewer than `max_open_keys` divided by this are open. Requests get the rest."""
 FRESH_ANSWER_S = 0.5
 """A key is looked up before it is stored, unless a lookup found within this time that it is missing."""
 CHECKED_S = 5.0
-"""A lookup before a store counts for this time,"""
+"""A lookup before a store counts for this time."""
 KEPT_S = 60.0
-"""and for the first attempt to store after its answer, up to this time."""
+"""It counts for the first attempt to store after its answer up to this time, since an engine's step may be long."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _KeyCheck:
 
     began_s: float
     is_sent: bool
-    """False: there was no room for it, and the store waits for the time-out."""
+    """False: requests use all open keys, and the store waits for the time-out."""
     was_offered: bool
     """Its answer counted for one attempt to store."""
 
