@@ -167,24 +167,20 @@ void JobCopier::Transfers::add_piece(std::uint64_t source, std::uint64_t destina
   sizes_.push_back(num_bytes);
 }
 
-void JobCopier::copy(Rows rows, std::span<const AddressRange> device) {
+void JobCopier::enqueue(Rows rows, std::span<const AddressRange> device) {
   try {
-    enqueue(rows, device);
+    enqueue_all(rows, device);
   } catch (...) {
     try {
-      gpu_.finish();  // enqueued copies may still write
+      gpu_.drain();  // enqueued copies may still write
     } catch (...) {
       // The first failure is the one to report.
     }
     throw;
   }
-  gpu_.finish();
 }
 
-void JobCopier::enqueue(Rows rows, std::span<const AddressRange> device) {
-  num_turns_ = 0;
-  std::fill(std::begin(read_by_), std::end(read_by_), std::nullopt);
-  for (auto& of_queue : is_recorded_) std::fill(std::begin(of_queue), std::end(of_queue), false);
+void JobCopier::enqueue_all(Rows rows, std::span<const AddressRange> device) {
   choose_ways(rows, device);
   gpu_.wait_for_caller(Queue::kKernel);
   gpu_.wait_for_caller(Queue::kTransfer);
@@ -281,8 +277,7 @@ void JobCopier::enqueue_direct() {
     return i < ways_.size();
   };
   while (skip()) {
-    const int part = next_part();
-    Table table = table_of(part);
+    Table table = next_table();
     while (skip()) {
       const auto added = static_cast<std::int64_t>(table.add(part_of(rows_[i], done, rows_[i].num_runs - done)));
       if (added == 0) break;
@@ -292,10 +287,7 @@ void JobCopier::enqueue_direct() {
         done = 0;
       }
     }
-    gpu_.upload(Queue::kKernel, part, table.num_rows());
-    gpu_.launch(part, table.num_rows(), table.num_tiles());
-    record(Queue::kKernel, part);
-    read_by_[part] = Queue::kKernel;
+    launch(table);
   }
 }
 
@@ -304,7 +296,7 @@ void JobCopier::enqueue_staged(const Small& small, bool is_store) {
   std::int64_t done = 0;  // runs of the first row that are in a part
   for (std::size_t first = 0; first < indices.size();) {
     const int part = next_part();
-    Table table = table_of(part);
+    Table table = next_table();
     moved_.clear();
     const std::uint64_t begin = staging_ + static_cast<std::uint64_t>(part) * limits_.part_bytes;
     std::uint64_t used = 0;
@@ -351,27 +343,25 @@ void JobCopier::enqueue_staged(const Small& small, bool is_store) {
 // The kernel packs the part after its previous bytes have been moved away; then the copy engines move the part.
 void JobCopier::enqueue_store(int part, const Table& table) {
   wait_if_recorded(Queue::kKernel, Queue::kTransfer, part);
-  gpu_.upload(Queue::kKernel, part, table.num_rows());
-  gpu_.launch(part, table.num_rows(), table.num_tiles());
+  launch(table);
   record(Queue::kKernel, part);
   gpu_.wait(Queue::kTransfer, Queue::kKernel, part);
   gpu_.transfer(moved_.runs());
   record(Queue::kTransfer, part);
-  read_by_[part] = Queue::kKernel;
 }
 
-// The copy engines move the part after the kernel has unpacked its previous bytes; then the kernel unpacks it. The
-// table is uploaded before the bytes, because it would be late after the bytes of other parts.
+// The copy engines move the part after the kernel has unpacked its previous bytes; then the kernel unpacks it.
 void JobCopier::enqueue_load(int part, const Table& table) {
   wait_if_recorded(Queue::kTransfer, Queue::kKernel, part);
-  gpu_.upload(Queue::kTransfer, part, table.num_rows());
   gpu_.transfer(moved_.runs());
   record(Queue::kTransfer, part);
   gpu_.wait(Queue::kKernel, Queue::kTransfer, part);
-  gpu_.launch(part, table.num_rows(), table.num_tiles());
+  launch(table);
   record(Queue::kKernel, part);
-  read_by_[part] = Queue::kTransfer;
 }
+
+// The rows of the table that `next_table` returned last.
+void JobCopier::launch(const Table& table) { gpu_.launch(current_table_, table.num_rows(), table.num_tiles()); }
 
 void JobCopier::copy_within_host() const {
   if (!has(Way::kWithinHost)) return;
@@ -385,10 +375,12 @@ void JobCopier::copy_within_host() const {
   }
 }
 
-// An empty table in the part's host memory. Waits until the GPU has read the previous table there.
-Table JobCopier::table_of(int part) {
-  if (read_by_[part].has_value()) gpu_.host_wait(*read_by_[part], part);
-  return {gpu_.rows(part), kPartRows, limits_.tile_bytes};
+// An empty table in host memory. Waits until the GPU has read the previous one there.
+Table JobCopier::next_table() {
+  current_table_ = static_cast<int>(num_tables_ % kTables);
+  if (num_tables_ >= kTables) gpu_.host_wait(current_table_);
+  ++num_tables_;
+  return {gpu_.rows(current_table_), kTableRows, limits_.tile_bytes};
 }
 
 void JobCopier::record(Queue queue, int part) {

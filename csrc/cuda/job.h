@@ -18,7 +18,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -27,11 +26,12 @@
 
 namespace hybridkv::cuda {
 
-// Number of parts of the staging memory and of the memory for tables. The parts alternate: the host fills the table of
-// one part while the GPU works on the others.
+// Number of parts of the staging memory, which alternate: the copy engines move one while the kernel works on another.
 inline constexpr int kParts = 4;
-// Rows in the table of one part.
-inline constexpr std::size_t kPartRows = 8192;
+// Number of tables in host memory. They alternate too: the host fills one while the GPU has yet to read the others.
+inline constexpr int kTables = 64;
+// Rows in one table.
+inline constexpr std::size_t kTableRows = 1024;
 
 // Copies of a job. No two destinations overlap. Only steps may be negative.
 using Rows = std::span<const CopyRow>;
@@ -59,27 +59,26 @@ struct Limits {
 // The two streams. One stream runs its steps in order; only events order two streams.
 enum class Queue { kKernel, kTransfer };
 
-// The streams, the events and the memory of a job. Each call except `host_wait` and `finish` enqueues. A call that
-// fails throws.
+// The streams, the events and the memory of jobs. Each call except `host_wait` and `drain` enqueues. A call that fails
+// throws.
 class Gpu {
  public:
-  // `queue` waits for everything that the caller's stream held before the job.
+  // `queue` waits for everything that the caller's stream held before the current job.
   virtual void wait_for_caller(Queue queue) = 0;
   // Records the event of `part` in `queue`, after everything that `queue` holds.
   virtual void record(Queue queue, int part) = 0;
   // `queue` waits for the last recorded event of `part` in `other`.
   virtual void wait(Queue queue, Queue other, int part) = 0;
-  // Waits on the host for that event.
-  virtual void host_wait(Queue other, int part) = 0;
-  // Host memory for `kPartRows` rows. `upload` enqueues a copy of the first `count` to the GPU's table of the part.
-  virtual FragmentRun* rows(int part) = 0;
-  virtual void upload(Queue queue, int part, std::size_t count) = 0;
-  // Enqueues the copy kernel in kKernel, for the uploaded table of the part.
-  virtual void launch(int part, std::size_t count, std::uint64_t num_tiles) = 0;
+  // Host memory for the `kTableRows` rows of a table.
+  virtual FragmentRun* rows(int table) = 0;
+  // Enqueues the copy kernel in kKernel, for the first `count` rows of a table. The GPU reads them before the kernel.
+  virtual void launch(int table, std::size_t count, std::uint64_t num_tiles) = 0;
+  // Waits on the host until the GPU has read the rows of the table's last launch.
+  virtual void host_wait(int table) = 0;
   // Enqueues copies by the copy engines in kTransfer, in any order.
   virtual void transfer(const Runs& runs) = 0;
   // Returns when both queues are empty.
-  virtual void finish() = 0;
+  virtual void drain() = 0;
 
  protected:
   ~Gpu() = default;
@@ -109,19 +108,19 @@ class Table {
   std::uint64_t tiles_per_fragment_ = 0;  // of fragments of `fragment_bytes_`
 };
 
-// Copies jobs, one after another. It reuses the memory of its lists for later jobs: new memory costs more time than
-// the plan.
+// Enqueues jobs. A job may begin before the earlier ones have ended. The memory of the lists is used again for later
+// jobs: new memory costs more time than the plan.
 class JobCopier {
  public:
   // `staging`: kParts times `part_bytes` of GPU memory.
   JobCopier(std::uint64_t staging, const Limits& limits, Gpu& gpu)
       : staging_(staging), limits_(limits), gpu_(gpu), moved_(limits.registration_bytes) {}
 
-  // Returns after all bytes are copied. If a call of the Gpu throws, waits until no copy of the job can still write,
-  // and throws the same exception.
+  // Enqueues a job. Copies within host memory are done when it returns. If a call of the Gpu throws, waits until no copy
+  // of any job can still write, and throws the same exception.
   //
   // `device`: ranges of GPU memory, ascending, without overlaps. All other addresses are host memory.
-  void copy(Rows rows, std::span<const AddressRange> device);
+  void enqueue(Rows rows, std::span<const AddressRange> device);
 
  private:
   enum class Way : std::uint8_t { kWithinHost, kBatched, kDirect, kStaged };
@@ -163,7 +162,7 @@ class JobCopier {
     }
   };
 
-  void enqueue(Rows rows, std::span<const AddressRange> device);
+  void enqueue_all(Rows rows, std::span<const AddressRange> device);
   void choose_ways(Rows rows, std::span<const AddressRange> device);
   void add_row(const CopyRow& row, Way way);
   void sort_or_drop(Small& small, bool is_store);
@@ -172,11 +171,12 @@ class JobCopier {
   void enqueue_staged(const Small& small, bool is_store);
   void enqueue_store(int part, const Table& table);
   void enqueue_load(int part, const Table& table);
+  void launch(const Table& table);
   void copy_within_host() const;
   static std::uint32_t bit(Way way) { return 1U << static_cast<int>(way); }
   bool has(Way way) const { return (ways_in_job_ & bit(way)) != 0; }
-  int next_part() { return num_turns_++ % kParts; }
-  Table table_of(int part);
+  int next_part() { return static_cast<int>(num_parts_++ % kParts); }
+  Table next_table();
   void record(Queue queue, int part);
   void wait_if_recorded(Queue queue, Queue other, int part);
 
@@ -189,8 +189,10 @@ class JobCopier {
   std::uint32_t ways_in_job_ = 0;  // bits of these ways; kStaged may be set without staged rows
   Small stores_, loads_;
   Transfers moved_;
-  int num_turns_ = 0;
-  std::optional<Queue> read_by_[kParts];  // queue that uploads the part's last table
+  // State over all jobs.
+  std::uint64_t num_parts_ = 0;
+  std::uint64_t num_tables_ = 0;
+  int current_table_ = 0;
   bool is_recorded_[2][kParts] = {};
 };
 

@@ -51,6 +51,14 @@ __global__ void __launch_bounds__(kCopyThreads)
                  gridDim.x * kWarps, threadIdx.x % kLanes, memory);
 }
 
+// The copy engines could copy a table too, but a store's table would wait there for the bytes of loads.
+constexpr std::uint32_t kTableThreads = 1024;
+
+__global__ void __launch_bounds__(kTableThreads)
+    table_kernel(const uint4* __restrict__ from, uint4* __restrict__ to, std::uint32_t num_words) {
+  for (std::uint32_t word = threadIdx.x; word < num_words; word += kTableThreads) to[word] = from[word];
+}
+
 std::uint32_t blocks_for(std::uint64_t warps, std::uint32_t num_blocks) {
   constexpr std::uint64_t kPerBlock = kCopyThreads / kLanes;
   return static_cast<std::uint32_t>(std::min<std::uint64_t>((warps + kPerBlock - 1) / kPerBlock, num_blocks));
@@ -60,8 +68,20 @@ std::uint32_t blocks_for(std::uint64_t warps, std::uint32_t num_blocks) {
 
 Status load_kernels() {
   cudaFuncAttributes attributes;
+  const Status status = check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&table_kernel)),
+                              "cudaFuncGetAttributes(table_kernel)");
+  if (!status.ok()) return status;
   return check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&copy_kernel)),
                "cudaFuncGetAttributes(copy_kernel)");
+}
+
+Status launch_table(const FragmentRun* from, FragmentRun* to, std::uint64_t num_runs, cudaStream_t stream) {
+  static_assert(sizeof(FragmentRun) % sizeof(uint4) == 0);
+  auto num_words = static_cast<std::uint32_t>(num_runs * (sizeof(FragmentRun) / sizeof(uint4)));
+  void* arguments[] = {&from, &to, &num_words};
+  return check(cudaLaunchKernel(reinterpret_cast<const void*>(&table_kernel), dim3(1), dim3(kTableThreads), arguments,
+                                0, stream),
+               "cudaLaunchKernel(table_kernel)");
 }
 
 Status launch_copy(const FragmentRun* runs, std::uint64_t num_runs, std::uint64_t num_tiles, std::uint64_t tile_bytes,

@@ -25,59 +25,66 @@ struct Calls {
   int (*wait_for_caller)(int queue);
   int (*record)(int queue, int part);
   int (*wait)(int queue, int other, int part);
-  int (*host_wait)(int other, int part);
-  int (*upload)(int queue, int part, const FragmentRun* rows, std::uint64_t count);
-  int (*launch)(int part, std::uint64_t count, std::uint64_t num_tiles);
+  int (*launch)(int table, const FragmentRun* rows, std::uint64_t count, std::uint64_t num_tiles);
+  int (*host_wait)(int table);
   int (*transfer)(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
                   std::uint64_t count);
-  int (*finish)();
+  int (*drain)();
 };
 
 class SimulatedGpu final : public Gpu {
  public:
-  explicit SimulatedGpu(const Calls& calls) : calls_(calls), rows_(kParts * kPartRows) {}
+  explicit SimulatedGpu(const Calls& calls) : calls_(calls), rows_(kTables * kTableRows) {}
 
   void wait_for_caller(Queue queue) override { require(calls_.wait_for_caller(static_cast<int>(queue))); }
   void record(Queue queue, int part) override { require(calls_.record(static_cast<int>(queue), part)); }
   void wait(Queue queue, Queue other, int part) override {
     require(calls_.wait(static_cast<int>(queue), static_cast<int>(other), part));
   }
-  void host_wait(Queue other, int part) override { require(calls_.host_wait(static_cast<int>(other), part)); }
-  FragmentRun* rows(int part) override { return rows_.data() + part * kPartRows; }
-  void upload(Queue queue, int part, std::size_t count) override {
-    require(calls_.upload(static_cast<int>(queue), part, rows(part), count));
+  FragmentRun* rows(int table) override { return rows_.data() + table * kTableRows; }
+  void launch(int table, std::size_t count, std::uint64_t num_tiles) override {
+    require(calls_.launch(table, rows(table), count, num_tiles));
   }
-  void launch(int part, std::size_t count, std::uint64_t num_tiles) override {
-    require(calls_.launch(part, count, num_tiles));
-  }
+  void host_wait(int table) override { require(calls_.host_wait(table)); }
   void transfer(const Runs& runs) override {
     require(calls_.transfer(runs.sources.data(), runs.destinations.data(), runs.sizes.data(), runs.sizes.size()));
   }
-  void finish() override { require(calls_.finish()); }
+  void drain() override { require(calls_.drain()); }
 
  private:
   static void require(int failed) {
     if (failed != 0) throw std::runtime_error("a call failed");
   }
 
-  const Calls& calls_;
+  const Calls calls_;
   std::vector<FragmentRun> rows_;
+};
+
+class SimulatedCopier {
+ public:
+  SimulatedCopier(std::uint64_t staging, const Limits& limits, const Calls& calls)
+      : gpu_(calls), jobs_(staging, limits, gpu_) {}
+
+  void enqueue(Rows rows, std::span<const AddressRange> device) { jobs_.enqueue(rows, device); }
+
+ private:
+  SimulatedGpu gpu_;
+  JobCopier jobs_;
 };
 
 // Does nothing, so that only the plan takes time.
 class IdleGpu final : public Gpu {
  public:
-  IdleGpu() : rows_(kParts * kPartRows) {}
+  IdleGpu() : rows_(kTables * kTableRows) {}
 
   void wait_for_caller(Queue) override {}
   void record(Queue, int) override {}
   void wait(Queue, Queue, int) override {}
-  void host_wait(Queue, int) override {}
-  FragmentRun* rows(int part) override { return rows_.data() + part * kPartRows; }
-  void upload(Queue, int, std::size_t) override {}
+  FragmentRun* rows(int table) override { return rows_.data() + table * kTableRows; }
   void launch(int, std::size_t, std::uint64_t) override {}
+  void host_wait(int) override {}
   void transfer(const Runs&) override {}
-  void finish() override {}
+  void drain() override {}
 
  private:
   std::vector<FragmentRun> rows_;
@@ -121,12 +128,18 @@ std::uint64_t hybridkv_fill_table(const CopyRow* copies, std::uint64_t count, st
   return done;
 }
 
-// Returns 1 if a call failed. `limits`: as `Limits`.
-int hybridkv_play_job(const CopyRow* rows, std::uint64_t count, const AddressRange* device, std::uint64_t num_ranges,
-                      std::uint64_t staging, const Limits* limits, const Calls* calls) {
-  SimulatedGpu gpu(*calls);
+// `limits`: as `Limits`. The result is for the two functions below.
+void* hybridkv_simulate_copier(std::uint64_t staging, const Limits* limits, const Calls* calls) {
+  return new SimulatedCopier(staging, *limits, *calls);
+}
+
+void hybridkv_simulate_close(void* copier) { delete static_cast<SimulatedCopier*>(copier); }
+
+// Returns 1 if a call failed.
+int hybridkv_simulate_enqueue(void* copier, const CopyRow* rows, std::uint64_t count, const AddressRange* device,
+                              std::uint64_t num_ranges) {
   try {
-    JobCopier(staging, *limits, gpu).copy({rows, count}, {device, num_ranges});
+    static_cast<SimulatedCopier*>(copier)->enqueue({rows, count}, {device, num_ranges});
     return 0;
   } catch (const std::exception&) {
     return 1;
@@ -142,13 +155,14 @@ double hybridkv_time_plan(const CopyRow* rows, std::uint64_t count, const Addres
   double best = std::numeric_limits<double>::infinity();
   for (std::uint64_t round = 0; round < rounds; ++round) {
     const double began = thread_seconds();
-    copier.copy({rows, count}, {device, num_ranges});
+    copier.enqueue({rows, count}, {device, num_ranges});
     best = std::min(best, thread_seconds() - began);
   }
   return best;
 }
 
 std::uint64_t hybridkv_job_parts() { return kParts; }
-std::uint64_t hybridkv_job_part_rows() { return kPartRows; }
+std::uint64_t hybridkv_job_tables() { return kTables; }
+std::uint64_t hybridkv_job_table_rows() { return kTableRows; }
 
 }  // extern "C"

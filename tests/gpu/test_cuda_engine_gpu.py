@@ -202,6 +202,25 @@ class _Gate:
         return None if self._opened.wait(TIMEOUT_S) else "the gate was never opened"
 
 
+def test_jobs_in_flight_do_not_overwrite_each_other(way: Way) -> None:
+    """Stores and loads of many sizes are enqueued before the first can begin."""
+    engine = way.open()
+    rigs = [CopyRig(way, engine, size, max(3, (4 << 20) // size)) for size in SIZES for _ in range(6)]
+    wanted = []
+    for number, rig in enumerate(rigs):
+        rig.arena[:] = np.random.default_rng(number).integers(0, 256, rig.arena.nbytes, dtype=np.uint8)
+        wanted.append(rig.pages() if number % 2 else rig.arena.copy())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    for number, rig in enumerate(rigs):
+        engine.submit(JobId(number), rig.stores() if number % 2 else rig.stores().reversed())
+    assert engine.wait([JobId(number) for number in range(len(rigs))], TIMEOUT_S)
+    assert [result.failure for result in engine.poll()] == [None] * len(rigs)
+    for number, rig in enumerate(rigs):
+        assert np.array_equal(rig.arena if number % 2 else rig.pages(), wanted[number])
+    engine.close()
+
+
 def test_small_turns_of_staging_memory_lose_nothing() -> None:
     tuning = CopyTuning(large_run_bytes=8192, direct_job_bytes=1, staging_bytes=65536)
     engine = CudaCopyEngine(open_device(torch.cuda.current_device(), tuning))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 ARCHITECTURES = ("80", "90", "100")
-KERNELS = ("copy_kernel",)
-MOST_REGISTERS = {"copy_kernel": 64}
-"""The limit at which two blocks of 512 threads fit on one multiprocessor."""
+KERNELS = ("copy_kernel", "table_kernel")
+MOST_REGISTERS = {"copy_kernel": 64, "table_kernel": 64}
+"""The limit at which two blocks of 512 threads, or one of 1,024, fit on one multiprocessor."""
 
 
 def device_code() -> dict[str, Path]:

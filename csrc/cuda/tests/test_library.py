@@ -18,7 +18,7 @@ def library() -> ctypes.CDLL:
 
 
 def test_the_library_reports_its_interface_version(library: ctypes.CDLL) -> None:
-    assert library.hybridkv_cuda_interface_version() == 3
+    assert library.hybridkv_cuda_interface_version() == 4
 
 
 @needs_no_gpu

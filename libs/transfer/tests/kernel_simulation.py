@@ -36,7 +36,8 @@ def simulation() -> ctypes.CDLL:
     else:
         library = ctypes.CDLL(str(_compiled()))
     library.hybridkv_simulate_table.restype = ctypes.c_int64
-    for name in ("fill_table", "job_parts", "job_part_rows"):
+    library.hybridkv_simulate_copier.restype = ctypes.c_void_p
+    for name in ("fill_table", "job_parts", "job_tables", "job_table_rows"):
         getattr(library, f"hybridkv_{name}").restype = ctypes.c_uint64
     return library
 

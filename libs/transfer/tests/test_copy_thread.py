@@ -145,10 +145,11 @@ def test_closing_stops_every_thread(make: Callable[[], Engine]) -> None:
 
 def test_a_hook_that_ends_its_thread_ends_only_its_job(engine: Engine, gate: Gate) -> None:
     engine.submit(JobId(1), CopyRuns.empty(), before=sys.exit)
-    engine.submit(JobId(2), CopyRuns.empty())
+    engine.submit(JobId(2), CopyRuns.empty(), after=sys.exit)
+    engine.submit(JobId(3), CopyRuns.empty())
     gate.opened.set()
-    assert engine.wait([JobId(1), JobId(2)], TIMEOUT_S)
-    assert failures(engine.poll()) == {0: None, 1: "SystemExit: ", 2: None}
+    assert engine.wait([JobId(1), JobId(2), JobId(3)], TIMEOUT_S)
+    assert failures(engine.poll()) == {0: None, 1: "SystemExit: ", 2: "SystemExit: ", 3: None}
 
 
 def test_memory_may_be_registered_while_a_job_runs(engine: Engine, gate: Gate) -> None:

@@ -35,21 +35,21 @@ class Recording(SimulatedDevice):
     def staging_address(self) -> int:
         return STAGING
 
-    def _upload(self, queue: int, part: int, rows: int, count: int) -> None:
-        super()._upload(queue, part, rows, count)
+    def _launch(self, table: int, rows: int, count: int, num_tiles: int) -> None:
+        super()._launch(table, rows, count, num_tiles)
         self.num_rows += count
-        self._host_rows[rows].happened.set()
+        self._read[table].happened.set()
 
-    def _host_wait(self, other: int, part: int) -> None:
+    def _host_wait(self, table: int) -> None:
         pass
 
-    def _finish(self) -> None:
-        pass
+    def copy(self, runs: CopyRuns) -> None:
+        self.enqueue(runs, self.compute)
 
 
 def copied(triples: Triples) -> Recording:
     device = Recording()
-    device.copy(CopyRuns.of(triples), device.compute)
+    device.copy(CopyRuns.of(triples))
     return device
 
 
@@ -150,7 +150,7 @@ def test_a_block_is_one_row_and_a_staging_part_is_one_copy(size: int, is_store: 
     ]
     device = Recording(CopyTuning())
     runs = CopyRuns.of(triples)
-    device.copy(runs if is_store else runs.reversed(), device.compute)
+    device.copy(runs if is_store else runs.reversed())
     num_parts = total // device.tuning.part_bytes
     assert (device.num_rows, len(transfers(device))) == (num_blocks, num_parts)
 
@@ -181,7 +181,7 @@ def test_the_ways_together_move_every_byte_once(
         expected[to_gpu][total + at : total + at + size] = memory[from_gpu][at : at + size]
         at += size + gap
     np.random.default_rng(seed).shuffle(triples)
-    device.copy(CopyRuns.of([(int(a), int(b), int(c)) for a, b, c in triples]), device.compute)
+    device.copy(CopyRuns.of([(int(a), int(b), int(c)) for a, b, c in triples]))
     for kind, array in memory.items():
         assert np.array_equal(array, expected[kind])
 
@@ -232,7 +232,7 @@ def test_rows_move_every_byte_once(
             expected[at : at + size] = source[first + run * step : first + run * step + size]
             at += size + gap
     np.random.default_rng(seed).shuffle(table)
-    device.copy(runs_in_rows([tuple(map(int, row)) for row in table]), device.compute)  # type: ignore[misc]
+    device.copy(runs_in_rows([tuple(map(int, row)) for row in table]))  # type: ignore[misc]
     assert np.array_equal(destination, expected)
 
 
@@ -250,8 +250,8 @@ def test_rows_and_their_runs_give_the_same_plan(is_store: bool) -> None:
         table = [(host, gpu, host_step, gpu_step, *rest) for gpu, host, gpu_step, host_step, *rest in table]  # type: ignore[misc]
     runs = runs_in_rows(table)
     in_rows, one_by_one = Recording(CopyTuning()), Recording(CopyTuning())
-    in_rows.copy(runs, in_rows.compute)
-    one_by_one.copy(CopyRuns.of(runs.triples()), one_by_one.compute)
+    in_rows.copy(runs)
+    one_by_one.copy(CopyRuns.of(runs.triples()))
     assert in_rows.tables == one_by_one.tables
     assert transfers(in_rows) == transfers(one_by_one)
     assert in_rows.num_rows == one_by_one.num_rows
@@ -294,13 +294,13 @@ def test_the_ends_of_a_gpu_memory_range_are_exact() -> None:
     device = Recording()
     device.register(DEVICE + GPU_BYTES + size, size)
     inside = [(DEVICE + GPU_BYTES - size, HOST, size), (DEVICE + GPU_BYTES + size, HOST + size, size)]
-    device.copy(CopyRuns.of(inside), device.compute)
+    device.copy(CopyRuns.of(inside))
     assert transfers(device) == inside
     # Memory directly beside the ranges is host memory, and the host copies it.
     real = np.arange(64, dtype=np.uint8)
     begin = int(real.ctypes.data)
     beside = SimulatedDevice()
     beside.register(begin + 32, 32)
-    beside.copy(CopyRuns.of([(begin, begin + 16, 16)]), beside.compute)
+    beside.copy(CopyRuns.of([(begin, begin + 16, 16)]))
     assert ways(beside) == (0, 0)
     assert real[16:32].tolist() == [*range(16)]

@@ -80,6 +80,7 @@ class FakeLibrary:
         self.ranges: list[int] = []
         self.event = 0
         self.closed: list[int] = []
+        self.num_waits = 0
         self.failure = b""
 
     def hybridkv_cuda_interface_version(self) -> int:
@@ -96,8 +97,9 @@ class FakeLibrary:
         assert copier.value is not None
         self.closed.append(copier.value)
 
-    def hybridkv_cuda_copy(self, copier: ctypes.c_void_p, event: ctypes.c_uint64, *rest: Any) -> int:
-        rows, count, ranges, num_ranges, error, error_bytes = rest
+    def hybridkv_cuda_enqueue(self, copier: ctypes.c_void_p, event: ctypes.c_uint64, *rest: Any) -> int:
+        rows, count, ranges, num_ranges, job, error, error_bytes = rest
+        job._obj.value = 88
         assert copier.value == 77
         assert error_bytes.value == len(error)
         error.value = self.failure
@@ -107,6 +109,12 @@ class FakeLibrary:
         for source, destination, source_step, destination_step, size, num_runs in table.tolist():
             for run in range(num_runs):
                 ctypes.memmove(destination + run * destination_step, source + run * source_step, size)
+        return bool(self.failure)
+
+    def hybridkv_cuda_wait(self, job: ctypes.c_void_p, error: Any, error_bytes: ctypes.c_uint64) -> int:
+        assert job.value == 88
+        self.num_waits += 1
+        error.value = self.failure
         return bool(self.failure)
 
 
@@ -137,16 +145,37 @@ def test_a_device_passes_limits_memory_ranges_and_runs_to_the_library(monkeypatc
         device.register(begin, num_bytes)
     event = SimpleNamespace(cuda_event=12)
     runs = CopyRuns.of([(address + 50, address, 10), (address + 70, address + 20, 5)])
-    device.copy(runs, event)  # type: ignore[arg-type]
+    device.enqueue(runs, event).synchronize()  # type: ignore[arg-type]
     assert library.event == 12
     assert library.ranges == [64, 72, 4000, 4196]
     assert memory[:25].tolist() == [*range(50, 60), *range(10, 20), *range(70, 75)]
-    library.failure = b"cudaMemcpyAsync: cudaErrorUnknown"
-    with pytest.raises(CudaError, match=r"^cudaMemcpyAsync: cudaErrorUnknown$"):
-        device.copy(CopyRuns.empty(), event)  # type: ignore[arg-type]
-    del device
+    job = device.enqueue(CopyRuns.empty(), event)  # type: ignore[arg-type]
+    library.failure = b"cudaEventSynchronize: cudaErrorUnknown"
+    with pytest.raises(CudaError, match=r"^cudaEventSynchronize: cudaErrorUnknown$"):
+        job.synchronize()
+    with pytest.raises(CudaError, match=r"^cudaEventSynchronize: cudaErrorUnknown$"):
+        device.enqueue(CopyRuns.empty(), event)  # type: ignore[arg-type]
+    del device, job
     gc.collect()
     assert library.closed == [77]
+
+
+def test_an_enqueued_job_waits_when_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeLibrary()
+    monkeypatch.setattr(kernel_device, "load_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    device = KernelDevice(0, CopyTuning())
+    event = SimpleNamespace(cuda_event=12)
+    job = device.enqueue(CopyRuns.empty(), event)  # type: ignore[arg-type]
+    job.synchronize()
+    job.synchronize()
+    del job
+    gc.collect()
+    assert library.num_waits == 1
+    device.enqueue(CopyRuns.empty(), event)  # type: ignore[arg-type]
+    gc.collect()
+    assert library.num_waits == 2 and library.closed == []
 
 
 class FakeRuntime:

@@ -54,7 +54,7 @@ class CopyEngine(Protocol):
     """Moves runs of bytes between registered memory. One thread submits, polls and closes.
 
     Until the result of a job was polled, its memory must stay valid, its sources must not change, and its destinations
-    must not be read.
+    must be neither read nor written, also by other jobs.
     """
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
@@ -71,9 +71,10 @@ class CopyEngine(Protocol):
     ) -> bool:
         """Queue a job. Never waits.
 
-        Jobs run one after another, in order of submission. A job makes its runs (if `runs` is a function), checks them,
-        calls `before`, copies, and calls `after`. If a run does not lie in one registration, the job fails before
-        `before` and before a byte moves. `records.digests` is set before `after`, if this engine computes digests.
+        Jobs begin and end in order of submission. Engines of a GPU copy several at the same time. A job makes its runs
+        (if `runs` is a function), checks them, calls `before`, copies, and calls `after`. If a run does not lie in one
+        registration, the job fails before `before` and before a byte moves. `records.digests` is set before `after`, if
+        this engine computes digests.
 
         Returns:
             True if the job was accepted; exactly one result follows. False if the queue is full: nothing was done and
@@ -96,5 +97,6 @@ class CopyEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the running job, fail the queued jobs, stop the threads. `poll` still works. Can be called again."""
+        """Finish the jobs that have begun, fail the queued ones, stop the threads. `poll` still works. Can be called
+        again."""
         ...

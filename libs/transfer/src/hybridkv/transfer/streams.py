@@ -12,23 +12,16 @@ its sources lie in pinned memory. The order of jobs follows vLLM's `v1/kv_offloa
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 
-from hybridkv.transfer.engine import CopyResult
-from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.jobs import Copier, Job, call_after, describe, prepare
+from hybridkv.transfer.gpu import GpuCopyEngine, InlineGpuCopyEngine
 from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
-from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 MAX_KEPT_RUNS = 1 << 18
@@ -94,8 +87,7 @@ class CopyDevice(Protocol):
 
 
 class StreamCopies:
-    """Batches in one stream of a device. Private to the engines of this module. One thread at a time enqueues: all
-    batches use the same arrays."""
+    """`GpuCopies` in one stream of a device. All batches use the same arrays."""
 
     def __init__(self, device: CopyDevice) -> None:
         self.device = device
@@ -104,9 +96,12 @@ class StreamCopies:
         self._columns = np.empty((3, 0), dtype=np.int64)
         """Addresses and sizes of a batch. It is used again, because new memory costs more than to fill it."""
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register(self, address: int, num_bytes: int, name: str) -> None:
         if self.device.is_pinned(address):
             self._pinned = self._pinned.with_range(address, num_bytes)
+
+    def enter_thread(self) -> None:
+        self.device.enter_thread()
 
     def fence(self) -> DeviceEvent:
         """An event after all compute that the calling thread has enqueued."""
@@ -147,104 +142,23 @@ class StreamCopies:
         runs.fill(sources, destinations, num_bytes)
         return sources, destinations, num_bytes
 
-    def fenced(self) -> Copier:
-        """A blocking copy after all compute that the calling thread has enqueued. Computes no digests."""
-        fence = self.fence()
-
-        def copy(runs: CopyRuns, record_ends: Integers | None = None) -> None:
-            self.enqueue(runs, fence).synchronize()
-
-        return copy
-
     def _record(self, stream: DeviceStream) -> DeviceEvent:
         event = self.device.new_event()
         event.record(stream)
         return event
 
 
-@dataclass(frozen=True, slots=True)
-class _StartedJob:
-    """A job after its batch was enqueued. `copied` is the event after the batch; None if nothing was enqueued."""
-
-    job: Job
-    started_s: float
-    copied: DeviceEvent | None
-    failure: str | None
-    num_bytes: int
-
-
-class StreamCopyEngine(JobQueue[DeviceEvent]):
-    """A `CopyEngine` between GPU memory and pinned host memory, on its own stream and two threads. No digests.
-
-    The copy thread makes the runs of a job, calls `before` and enqueues the batch. The second thread waits for batches
-    in order and calls `after`. So the hooks of one job run while the batch of another is copied.
-    """
+class StreamCopyEngine(GpuCopyEngine):
+    """A `CopyEngine` between GPU memory and pinned host memory, on its own stream and two threads. No digests."""
 
     def __init__(
-        self,
-        device: CopyDevice,
-        clock: Callable[[], float] = time.monotonic,
-        max_queued_jobs: int = 1024,
+        self, device: CopyDevice, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024
     ) -> None:
-        self._copies = StreamCopies(device)
-        self._started: SimpleQueue[_StartedJob | None] = SimpleQueue()
-        self._last_end_s = -math.inf
-        self._finish_thread = threading.Thread(target=self._finish_jobs, name="hybridkv-copied", daemon=True)
-        super().__init__(self._copies.fence, clock, max_queued_jobs)
-        self._finish_thread.start()
-
-    def register(self, address: int, num_bytes: int, name: str) -> None:
-        super().register(address, num_bytes, name)
-        self._copies.register(address, num_bytes)
-
-    def _run_job(self, job: Job, prepared: DeviceEvent) -> None:
-        started_s = self._clock()
-        copied, num_bytes = None, 0
-        try:
-            self._copies.device.enter_thread()
-            runs, failure = prepare(job, self._memory)
-            if failure is None and len(runs):
-                copied = self._copies.enqueue(runs, prepared)
-            if failure is None:
-                num_bytes = runs.total_bytes
-        except BaseException as error:  # the thread must survive, or all later jobs would hang
-            failure = describe(error)
-        self._started.put(_StartedJob(job, started_s, copied, failure, num_bytes))
-
-    def _drain(self) -> None:
-        self._started.put(None)
-        self._finish_thread.join()
-
-    def _finish_jobs(self) -> None:
-        while (started := self._started.get()) is not None:
-            result = self._wait_for(started)
-            del started  # frees the objects that the hooks refer to
-            self._finish(result)
-
-    def _wait_for(self, started: _StartedJob) -> CopyResult:
-        failure, num_bytes = started.failure, started.num_bytes
-        try:
-            self._copies.device.enter_thread()
-            if started.copied is not None:
-                started.copied.synchronize()
-        except Exception as error:
-            failure, num_bytes = describe(error), 0
-        try:
-            failure = failure or call_after(started.job)
-        except BaseException as error:  # the thread must survive, as above
-            failure = describe(error)
-        # The time before the previous job ended was a wait.
-        began_s, self._last_end_s = max(started.started_s, self._last_end_s), self._clock()
-        return CopyResult(started.job.job_id, failure, num_bytes, self._last_end_s - began_s)
+        super().__init__(StreamCopies(device), clock, max_queued_jobs)
 
 
-class InlineStreamCopyEngine(InlineCopyEngine):
+class InlineStreamCopyEngine(InlineGpuCopyEngine):
     """Like `StreamCopyEngine`, but `submit` copies on the caller's thread and returns when the job has ended."""
 
     def __init__(self, device: CopyDevice) -> None:
-        self._copies = StreamCopies(device)
-        super().__init__(copier=self._copies.fenced)
-
-    def register(self, address: int, num_bytes: int, name: str) -> None:
-        super().register(address, num_bytes, name)
-        self._copies.register(address, num_bytes)
+        super().__init__(StreamCopies(device))

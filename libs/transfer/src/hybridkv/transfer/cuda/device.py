@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from hybridkv.transfer.gpu import EnqueuedCopies
 from hybridkv.transfer.runs import CopyRuns, TransferError
 
 NUM_PARTS = 4
@@ -61,7 +62,7 @@ class CopyTuning:
 class CudaDevice(Protocol):
     """One GPU, with the streams and staging memory of one engine.
 
-    The engine calls `copy` on its copy thread. Every method raises `CudaError` if a CUDA call fails.
+    The engine calls `enqueue` on its copy thread. Every method raises `CudaError` if a CUDA call fails.
     """
 
     def memory_kind(self, address: int) -> MemoryKind: ...
@@ -74,10 +75,10 @@ class CudaDevice(Protocol):
         """An event after all compute that the calling thread has enqueued."""
         ...
 
-    def copy(self, runs: CopyRuns, caller: Any) -> None:
-        """Copy after an event of `caller_event`, and return when all bytes are written.
+    def enqueue(self, runs: CopyRuns, caller: Any) -> EnqueuedCopies:
+        """Enqueue copies after an event of `caller_event`. The caller has checked every address.
 
-        If it fails, no copy of the job still writes. The caller has checked every address.
+        If it fails, no copy of the job still writes.
         """
         ...
 

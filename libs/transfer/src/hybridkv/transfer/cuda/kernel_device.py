@@ -16,7 +16,7 @@ from hybridkv.transfer.cuda.device import CopyTuning, CudaError, MemoryKind, mer
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.runs import ROW_WORDS, CopyRuns, Integers
 
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 """Version of the functions in csrc/cuda/copier.cc."""
 _ERROR_BYTES = 512
 
@@ -51,7 +51,7 @@ class KernelDevice:
         self._copier = ctypes.c_void_p()
         sizes = tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes
         limits = (ctypes.c_uint64 * 6)(*sizes, REGISTRATION_BYTES, tuning.num_blocks)
-        self._call("open", ctypes.c_int32(index), limits, ctypes.byref(self._copier))
+        call(self._library, "open", ctypes.c_int32(index), limits, ctypes.byref(self._copier))
         # Not at process exit: the driver may be unloaded, and frees everything.
         weakref.finalize(self, self._library.hybridkv_cuda_close, self._copier).atexit = False
         self._ranges: list[tuple[int, int]] = []
@@ -73,17 +73,34 @@ class KernelDevice:
             raise CudaError(f"record on the caller's stream: {error}") from error
         return event
 
-    def copy(self, runs: CopyRuns, caller: torch.cuda.Event) -> None:
+    def enqueue(self, runs: CopyRuns, caller: torch.cuda.Event) -> EnqueuedJob:
         table = self._table
         rows = np.ascontiguousarray(runs.rows)
         count, num_ranges = ctypes.c_uint64(len(rows) // ROW_WORDS), ctypes.c_uint64(len(table))
-        event = ctypes.c_uint64(caller.cuda_event)
-        self._call("copy", self._copier, event, _pointer(rows), count, _pointer(table), num_ranges)
+        event, job = ctypes.c_uint64(caller.cuda_event), ctypes.c_void_p()
+        arguments = self._copier, event, _pointer(rows), count, _pointer(table), num_ranges, ctypes.byref(job)
+        call(self._library, "enqueue", *arguments)
+        return EnqueuedJob(self, job)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        error = ctypes.create_string_buffer(_ERROR_BYTES)
-        if getattr(self._library, f"hybridkv_cuda_{name}")(*arguments, error, ctypes.c_uint64(_ERROR_BYTES)):
-            raise CudaError(error.value.decode())
+
+class EnqueuedJob:
+    """`EnqueuedCopies` of the library. Waits when it is freed, if `synchronize` was not called."""
+
+    def __init__(self, device: KernelDevice, job: ctypes.c_void_p) -> None:
+        self._device = device  # must outlive the job
+        self._wait = weakref.finalize(self, call, device._library, "wait", job)
+        self._wait.atexit = False
+
+    def synchronize(self) -> None:
+        """Wait without the GIL, the first time."""
+        self._wait()
+
+
+def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    """Call a function of the library, and raise its failure as `CudaError`."""
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    if getattr(library, f"hybridkv_cuda_{name}")(*arguments, error, ctypes.c_uint64(_ERROR_BYTES)):
+        raise CudaError(error.value.decode())
 
 
 def _pointer(array: Integers | np.ndarray[Any, np.dtype[np.uint64]]) -> ctypes.c_void_p:
