@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,12 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.copies import devices
-from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES, EngineCopies, EngineDevice
+from hybridkv.connectors.vllm.common.copies.devices import (
+    MAX_BATCH_COPIES,
+    SMALL_CHUNK_BYTES,
+    EngineCopies,
+    EngineDevice,
+)
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
@@ -178,7 +184,7 @@ def test_a_worker_requests_amx_when_it_registers_kv_caches(monkeypatch: pytest.M
 class Calls:
     """Records calls of torch.cuda and of vLLM, in place of a GPU."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can_pin: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can_pin: bool = True, has_kernel: bool = True) -> None:
         self.names: list[str] = []
         self.pinned: dict[int, int] = {}
         self.entered: set[tuple[str, int]] = set()
@@ -191,7 +197,9 @@ class Calls:
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
         self.last_error = self.error_of_swaps = self.num_streams = 0
-        copies = EngineCopies(self._swap, self._register, self.pinned.pop, self._take_error)
+        self.error_of_kernel: Exception | None = None
+        kernel = (self._load_small, 4096) if has_kernel else ()
+        copies = EngineCopies(self._swap, self._register, self.pinned.pop, self._take_error, *kernel)
         self.device = devices.EngineGpuDevice(EngineDevice(copies))
 
     def _set_device(self, index: int) -> None:
@@ -217,6 +225,13 @@ class Calls:
         self.names.append(f"swap {len(columns[0])}{', any order' if is_src_access_order_any else ''}")
         swap_in_order(*columns)
         self.last_error = self.error_of_swaps or self.last_error
+
+    def _load_small(self, *columns: torch.Tensor, is_src_access_order_any: bool, bytes_per_chunk: int) -> None:
+        assert is_src_access_order_any and bytes_per_chunk == SMALL_CHUNK_BYTES
+        self.names.append(f"small {len(columns[0])}")
+        if self.error_of_kernel is not None:
+            raise self.error_of_kernel
+        swap_in_order(*columns)
 
     def _take_error(self) -> int:
         error, self.last_error = self.last_error, 0
@@ -253,11 +268,101 @@ def test_gpu_engines_use_streams_events_and_pinned_memory_like_vllm(monkeypatch:
     ]
 
 
+class SmallRig:
+    """A pinned arena, and memory of a GPU, with pages at multiples of 8,192."""
+
+    def __init__(self, calls: Calls, is_store: bool = False) -> None:
+        self.arena = calls.device.arena_memory(1 << 18)
+        self.arena[:] = np.random.default_rng(1).integers(0, 256, 1 << 18, dtype=np.uint8)
+        self.cache = np.zeros(1 << 18, dtype=np.uint8)
+        self.engine = calls.device.copy_engines("async")[0 if is_store else 1]
+        for memory in (self.arena, self.cache):
+            self.engine.register(int(memory.ctypes.data), memory.nbytes, "memory")
+        self._sides = (self.cache, self.arena) if is_store else (self.arena, self.cache)
+
+    def copy(self, sizes: Sequence[int], source_offset: int = 0, destination_offset: int = 0) -> str | None:
+        """Copies page i to page i. Returns the failure."""
+        source, destination = (int(side.ctypes.data) for side in self._sides)
+        runs = [
+            (source + 8192 * i + source_offset, destination + 8192 * i + destination_offset, size)
+            for i, size in enumerate(sizes)
+        ]
+        assert self.engine.submit(JobId(1), CopyRuns.of(runs))
+        assert self.engine.wait([JobId(1)], TIMEOUT_S)
+        [result] = self.engine.poll()
+        self.engine.close()
+        return result.failure
+
+    def is_loaded(self, sizes: Sequence[int]) -> bool:
+        return all(
+            np.array_equal(self.cache[8192 * i :][:size], self.arena[8192 * i :][:size]) for i, size in enumerate(sizes)
+        )
+
+
+def swaps(calls: Calls) -> list[str]:
+    return [name for name in calls.names if name.startswith(("swap", "small"))]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "copied"),
+    [
+        ((64, 4088) * 8, ["small 16"]),
+        ((64,) * 19, ["small 16", "swap 3, any order"]),
+        ((64,) * 15, ["swap 15, any order"]),
+        ((64,) * 15 + (4096,), ["swap 16, any order"]),
+        ((64,) * 15 + (60,), ["swap 16, any order"]),
+    ],
+)
+def test_small_loads_use_the_kernel_of_vllm(
+    sizes: tuple[int, ...], copied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    rig = SmallRig(calls)
+    assert rig.copy(sizes) is None
+    assert swaps(calls) == copied
+    assert rig.is_loaded(sizes)
+
+
+@pytest.mark.parametrize("offsets", [(4, 0), (0, 4)])
+def test_the_kernel_of_vllm_gets_only_addresses_that_it_can_read_and_write(
+    offsets: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    assert SmallRig(calls).copy((64,) * 16, *offsets) is None
+    assert swaps(calls) == ["swap 16, any order"]
+
+
+def test_the_kernel_of_vllm_does_not_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    assert SmallRig(calls, is_store=True).copy((64,) * 16) is None
+    assert swaps(calls) == ["swap 16"]
+
+
+def test_a_kernel_of_vllm_that_fails_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = Calls(monkeypatch)
+    calls.error_of_kernel = RuntimeError("no compiler")
+    for number in range(2):
+        rig = SmallRig(calls)
+        assert rig.copy((64,) * 20) is None
+        assert swaps(calls) == ["small 16", *["swap 20, any order"] * (number + 1)]
+        assert rig.is_loaded((64,) * 20)
+    assert caplog.text.count("small loads do not use vLLM's kernel: RuntimeError: no compiler") == 1
+
+
+def test_a_vllm_without_the_kernel_loads_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, has_kernel=False)
+    rig = SmallRig(calls)
+    assert rig.copy((64,) * 16) is None
+    assert swaps(calls) == ["swap 16, any order"]
+
+
 def test_synchronous_loads_on_a_gpu_end_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     stores, loads = calls.device.copy_engines("sync")
     assert loads.submit(JobId(1), CopyRuns.empty())
-    assert calls.names[-1] == "synchronize"
+    assert calls.names == ["record compute of 3"]
     assert [result.failure for result in loads.poll()] == [None]
     stores.close()
 

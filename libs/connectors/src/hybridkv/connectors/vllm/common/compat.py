@@ -394,12 +394,30 @@ def engine_copies() -> EngineCopies:
     except (AssertionError, AttributeError, OSError) as error:
         expected, hint = "the GPU's runtime in this process", "set VLLM_CUDART_SO_PATH to libcudart"
         raise ConfigurationError(f"{ROOT}.copies", expected, f"{type(error).__name__}: {error}", hint) from error
+    load_small, max_small_bytes = _small_loads()
     return EngineCopies(
         swap_blocks_batch,
         host_register.host_register,
         host_register.host_unregister,
         lambda: int(runtime.cudaGetLastError()),
+        load_small,
+        max_small_bytes,
     )
+
+
+def _small_loads() -> tuple[Callable[..., Any] | None, int]:
+    """vLLM's kernel for small loads, and the limit for its copies. None where vLLM does not use it."""
+    try:
+        from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
+        from vllm.v1.kv_offload.cpu import swap_blocks_triton as small
+    except ImportError:
+        return None, 0
+    load_small, max_bytes = getattr(small, "swap_blocks_batch", None), getattr(small, "THRESHOLD_BYTES", 0)
+    takes_chunks = callable(load_small) and "bytes_per_chunk" in signature(load_small).parameters
+    if not (HAS_TRITON and takes_chunks) or current_platform.is_rocm():
+        return None, 0
+    return load_small, int(max_bytes)
 
 
 def allow_device_waits() -> AbstractContextManager[Any]:
