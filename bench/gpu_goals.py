@@ -3,19 +3,19 @@
     PYTHONPATH=... python bench/gpu_goals.py [--mebibytes N] [--rounds N] [--json FILE]
 
 The bundle for GPU machines runs this file with the right path: docs/guides/gpu.md. Each measurement prints a line of
-JSON; after a failure the program continues with the next one. "direct" is only `swap_blocks_batch` on a stream: that of
-vLLM if vLLM for CUDA is installed, otherwise a substitute, which the first line names. "link" is one copy of all bytes
-in one piece. Wall time is from the call to the last byte; rates are the best of N rounds, in which the variants
-alternate.
+JSON; after a failure the program continues with the next one. "direct" is the copies of vLLM's own worker on a stream,
+if vLLM for CUDA is installed, otherwise a substitute, which the first line names. "link" is one copy of all bytes in
+one piece. Wall time is from the call to the last byte; rates are the best of N rounds, in which the variants alternate.
 
-- G1: scattered fragments of 512 bytes to 2 MiB to one contiguous range of pinned memory (store) and back (load), one
-  job of the engine's thread each; and both directions concurrently, over the sum of each direction alone. Bytes are
-  compared before they are timed.
-- G2: matrix products during continuous copies, over the same products alone.
+- G1: fragments of 512 bytes to 2 MiB, in scattered blocks of 32, to one contiguous range of pinned memory (store) and
+  back (load), one job each; and both directions concurrently, over the sum of each direction alone. Bytes are compared
+  before they are timed.
+- G2: matrix products during continuous copies, over the same products alone; also during copies in one piece.
 - G3: the host's processor time of a job, over all threads, by the number of its fragments.
 - G4: queued jobs with the checksum of every chunk, as in the connector, over jobs without checksums.
 
-Not measured: lowering of a job to runs, and an engine of vLLM. Without a GPU the program reports this and ends.
+Not measured: lowering of a job to runs (`gpu_host.py`), and an engine of vLLM. Without a GPU the program reports this
+and ends.
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES, EngineDevice
+from hybridkv.connectors.vllm.common.copies.devices import EngineDevice
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
+from hybridkv.transfer.runs import AddressSpans
 
 MIB = 1 << 20
 FRAGMENT_BYTES = tuple(512 << power for power in range(13))
 """512 bytes to 2 MiB."""
+LAYERS = 32
+"""Fragments of a block: the GPU stores them layer by layer, and the host one after the other."""
 MOST_FRAGMENTS = 128 * 1024
 """Limit for the fragments of a job, so jobs of small fragments have fewer bytes."""
 FROM_BYTES = 4096
 """The smallest fragment of the goals of G1."""
+MOST_DIRECT_COPIES = 32 * 1024
+"""CUDA crashes at some 50,000 copies in a call."""
 CHECKED_FRAGMENT_BYTES, CHECKED_JOBS = 64 * 1024, 16
 CHUNK_BYTES = 1 << 20
 """Bytes of one checksum."""
@@ -101,32 +106,49 @@ class Way:
 
 @dataclass(frozen=True)
 class Fragments:
-    """Scattered fragments of one size in the cache, and their places in pinned memory, one after the other."""
+    """Fragments of one size, in blocks at random places of the cache, and one after the other in pinned memory."""
 
     size: int
-    order: np.ndarray  # type: ignore[type-arg]
+    layers: int
+    blocks: np.ndarray  # type: ignore[type-arg]
 
     @property
     def count(self) -> int:
-        return len(self.order)
+        return len(self.blocks) * self.layers
 
     @property
     def total_bytes(self) -> int:
         return self.count * self.size
 
+    @property
+    def order(self) -> np.ndarray:  # type: ignore[type-arg]
+        """Numbers of the fragments in the cache, in the order of pinned memory."""
+        layers = np.arange(self.layers, dtype=np.int64) * 2 * len(self.blocks)
+        return (self.blocks[:, np.newaxis] + layers).reshape(-1)
+
     def runs(self, cache_address: int, arena_address: int, is_store: bool) -> CopyRuns:
-        runs = CopyRuns(
-            cache_address + self.order * self.size,
-            arena_address + np.arange(self.count, dtype=np.int64) * self.size,
-            np.full(self.count, self.size, dtype=np.int64),
-        )
-        return runs if is_store else runs.reversed()
+        """The runs in rows, as a `Lowering` makes them."""
+        size, num_blocks = self.size, len(self.blocks)
+        source, destination = (0, 1) if is_store else (1, 0)  # columns of the cache and of pinned memory
+        rows = np.empty((num_blocks, 6), dtype=np.int64)
+        rows[:, source] = cache_address + self.blocks * size
+        rows[:, destination] = arena_address + np.arange(num_blocks, dtype=np.int64) * self.layers * size
+        rows[:, 2 + source], rows[:, 2 + destination] = 2 * num_blocks * size, size
+        rows[:, 4:] = size, self.layers
+        spans = [
+            *(cache_address, cache_address + 2 * self.total_bytes),
+            *(arena_address, arena_address + self.total_bytes),
+        ]
+        in_order = spans if is_store else spans[2:] + spans[:2]
+        return CopyRuns.of_rows(rows.reshape(-1), self.count, self.total_bytes, AddressSpans(*in_order))
 
 
 def fragments(size: int, most_bytes: int, count: int = MOST_FRAGMENTS) -> Fragments:
     count = min(count, most_bytes // size)
-    order = np.random.default_rng(size).permutation(2 * count)[:count].astype(np.int64)
-    return Fragments(size, order)
+    layers = max(1, min(LAYERS, count))
+    num_blocks = count // layers
+    blocks = np.random.default_rng(size).permutation(2 * num_blocks)[:num_blocks]
+    return Fragments(size, layers, blocks.astype(np.int64))
 
 
 class Rig:
@@ -167,16 +189,19 @@ class Rig:
             raise RuntimeError(f"{way.name}: {result.failure}")
 
     def direct(self, runs: CopyRuns, is_store: bool) -> Callable[[], None]:
-        """The batched copies without an engine, in batches of the engine's size."""
-        torch = self.torch
+        """The copies of vLLM's own worker without an engine: a kernel for small loads, otherwise one call."""
+        torch, copies, options = self.torch, self.copies, {"is_src_access_order_any": not is_store}
         columns = [torch.from_numpy(np.array(column)) for column in (runs.sources, runs.destinations, runs.num_bytes)]
-        batches = list(zip(*(column.split(MAX_BATCH_COPIES) for column in columns), strict=True))
+        size, call, most = int(runs.num_bytes.max()), copies.swap_blocks_batch, MOST_DIRECT_COPIES
+        if not is_store and copies.load_small is not None and size < copies.max_small_bytes:
+            call, most = partial(copies.load_small, bytes_per_chunk=min(1 << (size - 1).bit_length(), 8192)), len(runs)
+        batches = list(zip(*(column.split(most) for column in columns), strict=True))
 
         def copy() -> None:
             done = torch.cuda.Event(blocking=True)
             with torch.cuda.stream(self._stream):
                 for batch in batches:
-                    self.copies.swap_blocks_batch(*batch, is_src_access_order_any=not is_store)
+                    call(*batch, **options)
                 done.record()
             done.synchronize()
 
@@ -188,8 +213,11 @@ class Rig:
         destination, source = (host, device) if is_store else (device, host)
 
         def copy() -> None:
-            destination.copy_(source, non_blocking=True)
-            self.torch.cuda.synchronize()
+            done = self.torch.cuda.Event(blocking=True)
+            with self.torch.cuda.stream(self._stream):
+                destination.copy_(source, non_blocking=True)
+                done.record()
+            done.synchronize()
 
         return copy
 
@@ -254,7 +282,7 @@ def g1_fragments(rig: Rig) -> None:
                 least["engine"] = min(least["engine"], found["engine"] / found["direct"])
         word = direction(is_store)
         rig.report.goal(f"G1 native {word}s, of the link, from 4 KiB", least["native"], 0.95)
-        rig.report.goal(f"G1 engine {word}s, of swap_blocks_batch by itself, from 4 KiB", least["engine"], 1.0)
+        rig.report.goal(f"G1 engine {word}s, of vLLM's own copies, from 4 KiB", least["engine"], 1.0)
 
 
 def _job(rig: Rig, way: Way, of: Fragments, is_store: bool) -> Callable[[], None]:
@@ -328,13 +356,18 @@ def g2_interference(rig: Rig) -> None:
     products()
     alone = statistics.median(products() for _ in range(7))
     most: dict[str, float] = {}
-    for way, is_store, size in itertools.product(rig.ways, (True, False), (32 * 1024, 256 * 1024)):
-        runs = rig.runs(way, fragments(size, rig.total_bytes), is_store)
-        with _Copying(rig, way, runs, is_store) as rate:
+
+    def measure(word: str, copy: Callable[[], None]) -> float:
+        with _Copying(torch, copy, rig.total_bytes) as rate:
             busy = statistics.median(products() for _ in range(7))
-        slower = busy / alone - 1
-        word = f"{way.name} {direction(is_store)}s of {size >> 10} KiB"
-        rig.report.say("G2", copies=word, slower=slower, gb_s=rate() / 1e9)
+        rig.report.say("G2", copies=word, slower=busy / alone - 1, gb_s=rate() / 1e9)
+        return busy / alone - 1
+
+    for is_store in (True, False):
+        measure(f"one piece, {direction(is_store)}", rig.link(is_store))
+    for way, is_store, size in itertools.product(rig.ways, (True, False), (32 * 1024, 256 * 1024)):
+        job = _job(rig, way, fragments(size, rig.total_bytes), is_store)
+        slower = measure(f"{way.name} {direction(is_store)}s of {size >> 10} KiB", job)
         most[way.name] = max(most.get(way.name, slower), slower)
     for name, slower in most.items():
         rig.report.goal(f"G2 matrix products beside {name} copies, slower by", slower, 0.03, at_most=True)
@@ -343,8 +376,8 @@ def g2_interference(rig: Rig) -> None:
 class _Copying:
     """Repeats a copy on a thread. Yields a function that returns the rate after the end."""
 
-    def __init__(self, rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> None:
-        self._rig, self._job = rig, (way, runs, is_store)
+    def __init__(self, torch: Any, copy: Callable[[], None], num_bytes: int) -> None:
+        self._torch, self._copy, self._num_bytes = torch, copy, num_bytes
         self._stop = threading.Event()
         self._num_jobs, self._seconds = 0, 0.0
         self._failure: Exception | None = None
@@ -353,9 +386,11 @@ class _Copying:
     def _loop(self) -> None:
         began_s = time.perf_counter()
         try:
-            while not self._stop.is_set():
-                self._rig.copy(*self._job)
-                self._num_jobs += 1
+            # Not the stream of the products: each job would wait for them.
+            with self._torch.cuda.stream(self._torch.cuda.Stream()):
+                while not self._stop.is_set():
+                    self._copy()
+                    self._num_jobs += 1
         except Exception as error:
             self._failure = error
         self._seconds = time.perf_counter() - began_s
@@ -363,7 +398,7 @@ class _Copying:
     def __enter__(self) -> Callable[[], float]:
         self._thread.start()
         time.sleep(0.05)
-        return lambda: self._num_jobs * self._job[1].total_bytes / self._seconds
+        return lambda: self._num_jobs * self._num_bytes / self._seconds
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
