@@ -212,6 +212,21 @@ def test_a_chunk_that_cannot_be_read_is_never_found_again(reason: FailureReason)
     assert setup.stack.lookup(A) is LookupResult.MISS and setup.stack.lookup(B) is LookupResult.HIT
 
 
+def test_a_ready_lease_fails_when_one_of_its_chunks_is_withdrawn() -> None:
+    """A load that begins then could not pin it."""
+    setup = Stack()
+    setup.put_secondary(A, B)
+    setup.lease(A, B)
+    setup.end(setup.moves(Direction.PROMOTE))
+    lease = setup.stack.lease("request")
+    assert lease is not None and lease.is_ready
+    setup.stack.withdraw(B)
+    assert setup.stack.pin_all([A, B]) is None
+    lease = setup.stack.lease("request")
+    assert lease is not None and lease.failure is LeaseFailure.LOST
+    assert setup.stack.lookup(A) is LookupResult.HIT
+
+
 def test_a_busy_medium_costs_no_chunk() -> None:
     setup = Stack()
     setup.put_secondary(A)

@@ -60,6 +60,17 @@ class PromotionLeases:
         self.by_owner: dict[str, PromotionLease] = {}
         self._timeouts = 0
 
+    def current(self, owner: str) -> PromotionLease | None:
+        """The lease of this owner. It fails with LOST if one of its chunks was invalidated after it was pinned: no load
+        can pin that chunk again."""
+        lease = self.by_owner.get(owner)
+        if lease is not None and lease.pinned and not self._are_offered(lease.pinned):
+            self._fail(lease, LeaseFailure.LOST)
+        return lease
+
+    def _are_offered(self, keys: Sequence[Key]) -> bool:
+        return self._primary.leading(keys) == len(keys) and not self._primary.any_pending(keys)
+
     def release(self, owner: str) -> None:
         """End a lease, if there is one."""
         lease = self.by_owner.pop(owner, None)

@@ -270,7 +270,7 @@ class TierStack:
     def lease(self, owner: str) -> PromotionLease | None:
         """The lease of this owner in its current state."""
         self._check_deadlines()
-        return self._leases.by_owner.get(owner)
+        return self._leases.current(owner)
 
     def release(self, owner: str) -> None:
         """End a lease. Promotions in flight still arrive."""
