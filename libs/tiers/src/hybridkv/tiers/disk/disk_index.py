@@ -1,9 +1,9 @@
 """Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
-The least recently used record is evicted first, but never before the records that extend it. After a start, records
-have their order of use. The index learns which record another one extends when a request uses it. Evictions take effect
-in memory at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device, the
-last two for a bounded time.
+The least recently used record is evicted first, but never before the records that extend it. A restart keeps the LRU
+order, but not the links between records: `touch` sets the links of a request's records again. Evictions take effect in
+memory at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device, the last
+two for a bounded time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DiskIndex(SyncLookups):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes for records of one rank, headers included; less than the share of `DiskOptions.capacity_bytes`."""
+        """Bytes for records of one rank, with headers. Less than the rank's share of `DiskOptions.capacity_bytes`."""
         return self._sizes.usable_bytes
 
     @property
@@ -168,9 +168,9 @@ class DiskIndex(SyncLookups):
         self._maintenance.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
-        """Never offer the present record of this key again, also after a restart: it is quarantined.
+        """Quarantine the present record of this key. It is never offered again, also not after a restart.
 
-        `reason` is counted; a `FailureReason` is one.
+        `reason` is a text for the counts, such as a `FailureReason`.
         """
         self._maintenance.collect()
         is_withdrawn = self._journal.quarantine(key, str(reason))
@@ -229,7 +229,7 @@ class DiskIndex(SyncLookups):
         return self._maintenance.state.tally.take()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all due file work is done, or has failed and is due later. False on timeout.
+        """Wait until all due file work has ended. Failed work is due again later. False on timeout.
 
         After that, records that were invalidated or aborted stay withdrawn even if the process crashes.
         """
@@ -245,7 +245,7 @@ class DiskIndex(SyncLookups):
         self._records.close()
         self._maintenance.collect()
         for record in self._records.reserved():
-            # The next start finds records that a medium wrote but no completion reported, and verifies them.
+            # A medium may have written a record without a reported completion. The next start verifies such records.
             if record.state is KeyState.DELETED_WHILE_WRITTEN:
                 self._journal.withdraw(record)
         self._maintenance.finish()
@@ -257,7 +257,7 @@ class DiskIndex(SyncLookups):
         self._maintenance.collect()
         if self._maintenance.has_unwritten_epoch:
             logger.warning(
-                "the last clear of %s could not be written; the next start may offer what was stored before it",
+                "the last clear of %s could not be written; the next start may offer chunks from before the clear",
                 self._namespace.root.path,
             )
         if is_done or not self._janitor.leave(self._namespace.close):

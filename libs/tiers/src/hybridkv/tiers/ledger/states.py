@@ -13,7 +13,7 @@ from hybridkv.tiers.contract import Key, Slot
 
 
 class KeyState(enum.Enum):
-    """State of a key in a ledger. A deleted key is pending until its write or its last pin ends."""
+    """State of a key in a ledger. A deleted key keeps its space until its write or its last pin ends."""
 
     RESERVED = ("reserved", LookupResult.PENDING)
     COMMITTED = ("committed", LookupResult.HIT)
@@ -46,7 +46,7 @@ E_contra = TypeVar("E_contra", bound=Entry, contravariant=True)
 
 
 class Space(Protocol[E]):
-    """Assigns and frees the space of a tier. The ledger requests only what fits."""
+    """Assigns and frees the space of a tier. The ledger never requests more than the free space."""
 
     def take(self, key: Key, num_bytes: int, cost: int) -> E:
         """Assign space, and return a reserved entry. The ledger counts `cost`."""
@@ -57,12 +57,12 @@ class Space(Protocol[E]):
         ...
 
     def keep_only(self, entries: Iterable[E]) -> None:
-        """Free the space of all other entries, without a step for each."""
+        """Free the space of all other entries, without a loop over them."""
         ...
 
 
 class LedgerObserver(Protocol[E_contra]):
-    """Called after each step of the life of a key."""
+    """Callbacks for changes of a key's state, and for its uses."""
 
     def on_written(self, entry: E_contra) -> None:
         """The write ended: the entry is committed, or about to be freed."""

@@ -35,7 +35,8 @@ class PeerAddresses:
     Args:
         secret: shared by all engines.
         listen: address of this engine's scheduler. Rank n listens on port + 1 + n. Port 0: any port, for tests.
-        peers: addresses of the schedulers of other engines. The own address is ignored. Hints may name further ones.
+        peers: addresses of the schedulers of other engines. The own address is ignored. Hints of requests may name
+            further schedulers.
         make_transport: builds the transport, from the name of this process.
     """
 

@@ -71,7 +71,7 @@ class EndLeases(_PeerMessageBase, frozen=True, tag="give_up"):
 
 
 class SealsRequest(_PeerMessageBase, frozen=True, tag="request_seals"):
-    """Request for the digest under which each key is sealed in the slot at its offset. Sent to a rank."""
+    """Request for seals. Key i has the slot at `offsets[i]`. Sent to a rank."""
 
     keys: bytes
     ends: bytes
@@ -79,7 +79,7 @@ class SealsRequest(_PeerMessageBase, frozen=True, tag="request_seals"):
 
 
 class SealsReply(_PeerMessageBase, frozen=True, tag="seals"):
-    """Reply to `AskSeals`: one digest for each key. `states[i]` is the state of key i."""
+    """Reply to `SealsRequest`: the digest in the seal of each slot. `states[i]` is the state of key i."""
 
     states: bytes
     digests: bytes
@@ -158,10 +158,10 @@ def pack_keys(keys: Sequence[Key]) -> tuple[bytes, bytes]:
 def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
     """Unpack keys. `WireError` if they are invalid or exceed a limit."""
     (column,) = unpack_columns(ends, 1, MAX_KEYS)
-    places = [0, *column.tolist()]
-    if places[-1] != len(keys) or any(not 0 < b - a <= MAX_KEY_BYTES for a, b in itertools.pairwise(places)):
-        raise WireError(CloseReason.MALFORMED, "keys: their ends do not fit")
-    return [keys[a:b] for a, b in itertools.pairwise(places)]
+    offsets = [0, *column.tolist()]
+    if offsets[-1] != len(keys) or any(not 0 < b - a <= MAX_KEY_BYTES for a, b in itertools.pairwise(offsets)):
+        raise WireError(CloseReason.MALFORMED, "the ends of keys are invalid")
+    return [keys[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 def find_reply(slots: Sequence[Slot | None], lease_s: float) -> FindReply:
@@ -205,5 +205,5 @@ def seals_of(answer: SealsReply, num_keys: int) -> list[tuple[int, bytes]]:
     """(state, digest) of each key. `WireError` if the reply does not fit the request."""
     if len(answer.states) != num_keys or len(answer.digests) != DIGEST_BYTES * num_keys:
         raise WireError(CloseReason.MALFORMED, "the number of seals is not that of the request")
-    places = range(0, len(answer.digests), DIGEST_BYTES)
-    return [(state, answer.digests[at : at + DIGEST_BYTES]) for state, at in zip(answer.states, places, strict=True)]
+    offsets = range(0, len(answer.digests), DIGEST_BYTES)
+    return [(state, answer.digests[at : at + DIGEST_BYTES]) for state, at in zip(answer.states, offsets, strict=True)]

@@ -1,4 +1,4 @@
-"""Places of found chunks, kept and expired by lookup result."""
+"""Places of found chunks. The places of one lookup result expire together."""
 
 from __future__ import annotations
 

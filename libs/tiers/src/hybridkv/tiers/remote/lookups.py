@@ -25,16 +25,16 @@ _NEW_SHARE = 0.25
 @dataclass(slots=True, eq=False)
 class _TrackedLookup:
     open_keys: dict[Key, None]
-    """Keys without an answer that were not withdrawn."""
+    """Keys that have no answer and were not withdrawn."""
     sent_s: float
     deadline_s: float
     given_up_s: float
     timeout_s: float = 0.0
-    """Time-out when it was sent."""
+    """Time from the send to the deadline that it then had."""
     is_timed: bool = False
     """Its first answer is part of the average."""
     is_urgent: bool = True
-    """A request waits for it. Only such lookups show how the tier answers."""
+    """A request waits for it. Only such lookups change `answer_s` and `lookup_counts`."""
 
 
 class LookupTracker:
@@ -82,12 +82,11 @@ class LookupTracker:
         return number is not None and self._lookups[number].deadline_s != _OVER_S
 
     def is_missing(self, key: Key, since_s: float) -> bool:
-        """Whether a lookup found at this time or later that a key is missing."""
+        """Whether a lookup at `since_s` or later found that a key is missing."""
         return self._missing.get(key, _OVER_S) >= since_s + self._missing_s
 
     def forget_missing(self, keys: Iterable[Key], before_s: float = math.inf) -> None:
-        """Allow these keys to be looked up again at once, although a lookup found that they are missing, if it did so
-        before this time."""
+        """Forget that lookups before `before_s` found these keys missing. So they may be looked up again at once."""
         missing, until_s = self._missing, before_s + self._missing_s
         for key in keys:
             if missing.get(key, math.inf) < until_s:
@@ -103,11 +102,11 @@ class LookupTracker:
     def keys_to_send(
         self, keys: Sequence[Key], deadline_s: float, now_s: float, *, is_urgent: bool = True
     ) -> list[Key]:
-        """Select the keys to look up now: not open already (the later deadline then applies), not recently missing, and
-        within `max_open_keys`.
+        """Select the keys to look up now: not open, not recently missing, and within `max_open_keys`.
 
-        An urgent lookup takes its keys out of those that are not urgent. One that is not urgent takes its keys out of
-        urgent ones that have timed out, and does not change the deadline of others.
+        Open keys get the later deadline. An urgent lookup removes its keys from open lookups that are not urgent, and
+        sends them again. A lookup that is not urgent does so with keys of urgent lookups that have timed out; it does
+        not change the deadlines of other urgent lookups.
         """
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):

@@ -151,7 +151,7 @@ def _segment_table(sizes: DiskSizes, found: FoundStore) -> SegmentTable:
 def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
     """Evict whole segments if the capacity is smaller than before.
 
-    First the segments that are larger than this capacity allows for one: too few others fit beside them. Then those
+    Segments that are too large for this capacity go first, because too few others fit beside them. Then come segments
     with the smallest share of live bytes.
     """
     compaction = Compaction(segments, records)

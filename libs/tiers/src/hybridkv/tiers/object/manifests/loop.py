@@ -76,15 +76,15 @@ class StoreLoop:
         """Make a blocking call on another thread."""
         return await asyncio.wrap_future(self._pool.submit(call, *arguments))
 
-    def log_failure(self, doing: str, error: Exception) -> None:
+    def log_failure(self, action: str, error: Exception) -> None:
         """Log a failed request: as a warning, but at debug level if the last one failed too.
 
         Args:
-            doing: past participle of the action that failed, such as "read".
+            action: action that failed, as a past participle such as "read".
             error: the error.
         """
         log = logger.debug if self._has_logged_failure else logger.warning
-        log("the object store could not be %s: %s", doing, describe(error))
+        log("the object store could not be %s: %s", action, describe(error))
         self._has_logged_failure = True
 
     def succeeded(self) -> None:
