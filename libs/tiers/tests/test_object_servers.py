@@ -289,7 +289,7 @@ def test_a_server_is_inspected_verified_and_swept(server: ObjectServer, prefix: 
     [cache] = inspect_objects(store).caches
     assert cache.num_packs > 0 and cache.num_manifests > 0 and cache.pack_bytes > 40 * len(chunks[keys[0]])
     found = ObjectVerifier(store, location.seals).run()
-    assert found.is_whole and found.num_records == 40 and not found.num_other_secret
+    assert found.is_intact and found.num_records == 40 and not found.num_other_secret
     store.put(f"{cache.name}/p/{'ab' * 16}-1/0", b"left", use_multipart=False)
     later_s = time.time() + 2 * 3600.0
     report = Sweep(store, SweepRules(is_dry=False), later_s).run()

@@ -231,7 +231,7 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
         with _failing(), _progress("objects") as count:
             found = object_stores.verify(object_stores.location_of(place, options), count)
         print_json(found) if as_json else click.echo(object_stores.verify_text_of(found))
-        sys.exit(FINE if found.is_whole else WARNED)
+        sys.exit(FINE if found.is_intact else WARNED)
     is_shown = sys.stderr.isatty()
 
     def show(name: str, done: int, total: int) -> None:
@@ -251,7 +251,7 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
                 click.echo(f"  cannot be read: {report.problem}")
             for damage in report.damages:
                 click.echo(f"  {damage.key} on rank {damage.rank}: {damage.reason}: {damage.detail}")
-    sys.exit(FINE if all(report.is_whole for report in reports) else WARNED)
+    sys.exit(FINE if all(report.is_intact for report in reports) else WARNED)
 
 
 @main.command(

@@ -45,7 +45,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     problem: str = ""
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         return not (self.num_damaged or self.num_lost_segments or self.problem)
 
 
@@ -98,13 +98,13 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
 
 
 def not_opened_for(reports: Iterable[NamespaceReport], days: float) -> list[NamespaceReport]:
-    """Namespaces that no engine has open, and that none has opened for `days` days."""
-    last_s = time.time() - days * 86_400
-    return [report for report in reports if report.opened_s < last_s and not report.holder]
+    """Namespaces that are not open now and that no engine has opened in the last `days` days."""
+    since_s = time.time() - days * 86_400
+    return [report for report in reports if report.opened_s < since_s and not report.holder]
 
 
 def garbage(path: str, days: float | None) -> list[NamespaceReport]:
-    """Namespaces without a chunk, and those not opened for `days` days. Never one that an engine has open.
+    """Namespaces without a chunk, and those not opened for `days` days. Namespaces that are open now are not included.
 
     Raises:
         TierConfigurationError: the directory cannot be used.

@@ -1,4 +1,4 @@
-"""Words that a server hashes in place of token ids, page identities, and cache names.
+"""Page identities, cache names, and the words that a server hashes in place of token ids.
 
 A server hashes the 32-bit words of each chunk together with the hash of the chunk before it. It does not interpret the
 words. This library sends digests in place of token ids, because a digest also identifies the adapter, images and

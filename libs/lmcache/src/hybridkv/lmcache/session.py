@@ -83,7 +83,7 @@ class LMCacheSession:
         if self._pool is None:
             self._pool = Pool(geometry, self._num_chunks)
         elif self._pool.num_taken:
-            # A server that this process lost may still write to the taken pages.
+            # The server of a lost connection may still write to the taken pages.
             logger.info("recreating the pool: %d pages were in flight", self._pool.num_taken)
             self._pool.renew()
         self._geometry = geometry

@@ -36,7 +36,8 @@ class Job:
 def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
     """Copy each run without the GIL. Returns the digest of each record if `record_ends` is given.
 
-    The caller has checked every address. Digests during the copy cost a tenth of a second read of the bytes.
+    The caller has checked every address. Digests that are computed during the copy take a tenth of the time that
+    reading the bytes again would take.
     """
     copier = _copier()
     if record_ends is None:

@@ -38,7 +38,7 @@ class PromptEnds:
 
 
 class PlannerStops(PromptEnds):
-    """Stores the states that the planner chooses, from the facts that a connector has.
+    """Stores the states that the planner chooses. The planner gets the same facts as in a connector.
 
     Args:
         trace: the trace.

@@ -3,7 +3,7 @@
 Sockets do not block, every wait has a timeout, and `WireLimits` bounds the memory that a peer can use here. Calls from
 other threads go through a queue. No event of a connection ends the thread.
 
-Both sides prove the secret before either reads the first message of the other, which is `Hello`.
+Each side proves that it has the secret before the other side reads its first message. The first message is `Hello`.
 """
 
 from __future__ import annotations
@@ -130,15 +130,15 @@ class ControlLoop:
         """
         self._require_running("connect")
         link = LinkId(next(self._links))
-        call = DialTarget(host, port, expected_peer, handlers)
-        self._commands.post(lambda: self._begin(link, call))
+        target = DialTarget(host, port, expected_peer, handlers)
+        self._commands.post(lambda: self._begin(link, target))
         return link
 
     def send(self, link: LinkId, message: Message) -> bool:
         """Sends a message. Returns False and sends nothing if the link is not open.
 
-        A link with more than `max_queued` unsent messages ends with BACKLOG, so a peer that does not read blocks no
-        other peer.
+        A link with more than `max_queued` unsent messages ends with BACKLOG. So a peer that reads nothing cannot block
+        other peers.
         """
         body = self._codec.encode(message)
         if link not in self._open:
@@ -235,11 +235,11 @@ class ControlLoop:
         self._call_when_readable(listener.monitor, listener.process_events)
         self._call_when_readable(listener.socket, functools.partial(self._receive_accepted, listener))
 
-    def _begin(self, link: LinkId, call: DialTarget) -> None:
+    def _begin(self, link: LinkId, target: DialTarget) -> None:
         if self._closing_until_s is not None:
-            self._end(link, call.handlers, CloseReason.DONE)
+            self._end(link, target.handlers, CloseReason.DONE)
         else:
-            self._dialer.begin(link, call)
+            self._dialer.begin(link, target)
 
     def _outgoing(self) -> list[ControlConnection]:
         return [each for each in self._connections.values() if each.monitor is not None]
@@ -332,13 +332,13 @@ class ControlLoop:
         if not isinstance(message, Hello):
             raise WireError(CloseReason.UNEXPECTED, f"{type(message).__name__} in place of Hello")
         if message.version != PROTOCOL_VERSION:
-            raise WireError(CloseReason.VERSION, f"version {message.version}; this side speaks {PROTOCOL_VERSION}")
+            raise WireError(CloseReason.VERSION, f"expected version {PROTOCOL_VERSION}, got {message.version}")
         if not 0 < len(message.name.encode()) <= MAX_NAME_BYTES:
             raise WireError(CloseReason.OVERSIZED, f"a name of {len(message.name)} characters")
         if message.name == self._name:
             raise WireError(CloseReason.SELF, "connected to this process itself")
         if expected_peer not in (None, message.name):
-            raise WireError(CloseReason.WRONG_PEER, f"{message.name!r} answers for {expected_peer!r}")
+            raise WireError(CloseReason.WRONG_PEER, f"expected {expected_peer!r}, got {message.name!r}")
         return message
 
     def _opened(self, connection: ControlConnection, peer_name: str) -> None:
@@ -366,10 +366,10 @@ class ControlLoop:
 
     def _send(self, connection: ControlConnection, body: bytes) -> bool:
         """Sends one message. If that fails, closes the connection and returns False."""
-        why_not = connection.send(body)
-        if why_not is not None:
-            self._close(connection, why_not)
-        return why_not is None
+        reason = connection.send(body)
+        if reason is not None:
+            self._close(connection, reason)
+        return reason is None
 
     def _send_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
         """Sends Bye if the socket accepts it."""

@@ -110,7 +110,7 @@ class ObjectVerifyReport(msgspec.Struct):
     damages: list[ObjectDamage] = []
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         return not (self.num_damaged or self.num_incomplete or self.num_unread)
 
 

@@ -332,7 +332,7 @@ class PeerNode:
                 and len(self._logged_differences) < MAX_LOGGED_DIFFERENCES
             ):
                 self._logged_differences.add(differs)
-                logger.warning("a peer that connected here does not fit: %s", differs)
+                logger.warning("a peer that connected here is incompatible: %s", differs)
         elif isinstance(message, RequestMessage) and is_known:
             self._loop.send(link, Reply(message.request, self._incoming.on_request(link, message.body)))
         elif isinstance(message, Notice) and is_known:
