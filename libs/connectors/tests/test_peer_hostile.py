@@ -155,7 +155,7 @@ def test_a_description_of_a_consumer_is_shortened_in_the_log(
 ) -> None:
     rogue.say(describe_rank(pair[1], facts={"model\n" + "x" * 4000: "y" * 4000}))
     rogue.until(lambda: bool(rogue.received))
-    [said] = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+    [said] = [record.getMessage() for record in caplog.records if "is incompatible" in record.getMessage()]
     assert "model" in said and "\n" not in said and len(said) < 1000
 
 

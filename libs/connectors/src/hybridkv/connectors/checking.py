@@ -1,7 +1,7 @@
-"""Checks a --kv-transfer-config with the connectors' own decoders, and warns of valid settings that are rarely meant.
+"""Checks of a --kv-transfer-config: errors, by the connectors' own decoders, and warnings of probable mistakes.
 
-`hybridkv check` and the connectors share it. It imports no vLLM, opens no tier and reads no model. So an engine may
-still refuse a configuration that passes: because of its version, a tier or the model.
+`hybridkv check` and the connectors use these checks. They import no vLLM, open no tier and read no model. So an engine
+may still refuse a configuration that passes, because of vLLM's version, a tier or the model.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> It
     """Errors in the fields of vLLM's KVTransferConfig."""
     for key in raw:
         if key not in transfer_keys:
-            is_inner = key in OffloadConfig.__struct_fields__
-            hint = f'put it into "{ROOT}"' if is_inner else did_you_mean(str(key), transfer_keys)
+            is_extra_key = key in OffloadConfig.__struct_fields__
+            hint = f'put it into "{ROOT}"' if is_extra_key else did_you_mean(str(key), transfer_keys)
             yield SettingProblem("error", str(key), "a known key", "an unknown one", hint)
     known = ", ".join(MODULES)
     if not isinstance(raw.get("kv_connector"), str):
@@ -168,8 +168,9 @@ def connectors_of(
         yield f"{ROOT}.", name, raw
         return
     else:
-        words = "a connector of hybridkv: other keys are not known here"
-        problems.append(SettingProblem("warning", "kv_connector", words, repr(name), did_you_mean(name, list(MODULES))))
+        expected = "a connector of hybridkv; the settings of other connectors are not checked"
+        hint = did_you_mean(name, list(MODULES))
+        problems.append(SettingProblem("warning", "kv_connector", expected, repr(name), hint))
         return
     for i, (connector, transfer) in enumerate(entries):
         if connector in MODULES:
@@ -199,7 +200,7 @@ def _with_full_path(path: str, problem: SettingProblem) -> SettingProblem:
 
 
 def _warnings(config: OffloadConfig, role: object) -> Iterator[SettingProblem]:
-    """Warnings for settings that an engine accepts and an operator hardly means."""
+    """Warnings of probable mistakes: settings that an engine accepts."""
     names = [name_of(tier) for tier in config.tiers]
     if config.disk is not None and config.disk.capacity <= config.ram.capacity:
         yield SettingProblem(
@@ -218,11 +219,11 @@ def _warnings(config: OffloadConfig, role: object) -> Iterator[SettingProblem]:
             "a chunk is loaded from the first tier that has it: list the disk first",
         )
     if not config.secondary and role in ("kv_producer", "kv_consumer"):
-        lost = "no engine loads its chunks" if role == "kv_producer" else "it has no chunks to load"
+        effect = "no engine loads its chunks" if role == "kv_producer" else "it has no chunks to load"
         yield SettingProblem(
             "warning",
             "kv_role",
             "kv_both, or a tier that outlives the engine",
             repr(role),
-            f"host memory belongs to one engine, so {lost}",
+            f"host memory belongs to one engine, so {effect}",
         )

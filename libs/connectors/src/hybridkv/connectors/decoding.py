@@ -1,4 +1,4 @@
-"""Decoding of an operator's configuration into a struct. Everything unknown is an error that names its path."""
+"""Decoding of an operator's configuration into a struct. An unknown key is an error that names its path."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
 
 def refuse_unknown_keys(
-    path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct], also: tuple[str, ...] = ()
+    path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct], more_keys: tuple[str, ...] = ()
 ) -> None:
     """Refuses keys that are not fields of the struct.
 
     Args:
         path: path of `raw` in the configuration.
-        raw: what the operator wrote.
+        raw: the operator's configuration.
         struct: struct with the known fields.
-        also: further keys that are allowed.
+        more_keys: further keys that are allowed.
 
     Raises:
         ConfigurationError: names the unknown key and the nearest known one.
     """
-    known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(also)
+    known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(more_keys)
     for key in raw:
         if key not in known:
             raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", did_you_mean(str(key), known))
@@ -38,7 +38,7 @@ def as_configuration_error(
 
     Args:
         error: raised by msgspec while it converted `raw`.
-        raw: what the operator wrote.
+        raw: the operator's configuration.
         root: path of `raw` in the configuration.
         choices: expected values of the fields that msgspec describes badly.
         page: documentation page that the hint names.

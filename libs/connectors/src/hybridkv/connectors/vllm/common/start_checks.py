@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.hybridkv")
 
 
 def check_start(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
-    """Refuses an engine or a configuration that cannot work, and warns of valid settings that are rarely meant.
+    """Refuses an engine or a configuration that cannot work, and warns of probable mistakes in valid settings.
 
     Only the scheduler's side warns, and HybridMultiConnector in place of its children.
 

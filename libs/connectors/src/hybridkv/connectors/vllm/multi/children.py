@@ -50,7 +50,7 @@ class Child:
 
     @property
     def stores_only(self) -> bool:
-        """Whether the child declares that it never loads. `kv_role` does not tell: its meaning differs by connector."""
+        """Whether the child declares that it never loads. `kv_role` has another meaning in each connector."""
         return bool(getattr(self.connector, "stores_only", False))
 
     @property

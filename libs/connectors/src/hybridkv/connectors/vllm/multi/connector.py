@@ -219,7 +219,10 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         if None in counts.values() or len(set(counts.values())) == 1:
             return None if None in counts.values() else next(iter(counts.values()))
         raise ConfigurationError(
-            f"{ROOT}.connectors", "children that wait for the same number of ranks", counts, "run them in engines apart"
+            f"{ROOT}.connectors",
+            "children that wait for the same number of ranks",
+            counts,
+            "run them in separate engines",
         )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -278,7 +281,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
                 f"{ROOT}.connectors",
                 "children that require the same KV cache layout",
                 wanted,
-                "run them in engines apart",
+                "run them in separate engines",
             )
         return next(iter(layouts), None)
 

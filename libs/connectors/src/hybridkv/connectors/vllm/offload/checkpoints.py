@@ -1,9 +1,9 @@
-"""Prefill stops of the requests of one connector, at which recurrent states are stored, and the states of answers.
+"""Recurrent states that one connector stores: states at prefill stops, and states of answers.
 
 `hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `prefill_stops.py` makes the engine stop.
-The engine hands the states over, as at the end of a prompt. States of answers are read from the block tables, if the
-engine does not hand them over. In host memory the newest state of an answer replaces the one before it. Secondary tiers
-get the last one, when the request has ended.
+The engine hands the states over, as it does at the end of a prompt. States of answers that the engine does not hand
+over are read from the block tables. In host memory, the newest state of an answer replaces the earlier state. Secondary
+tiers get only the last state of an answer, after the request has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096
-"""Limit for remembered states of answers; the oldest is dropped. They show how many later requests reuse."""
+"""Limit for remembered states of answers; the oldest is dropped. They show how many of such states are reused."""
 
 
 class AnswerStates:
@@ -52,7 +52,7 @@ class AnswerStates:
         layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
         costs: cost of a state.
-        metrics: counts what happens.
+        metrics: metrics of the connector.
     """
 
     def __init__(self, layout: CacheLayout, stack: TierStack, costs: Costs, metrics: ConnectorMetrics) -> None:
@@ -104,8 +104,8 @@ class AnswerStates:
         self._awaited.record_resumed(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
     def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        """Whether to store a state of an answer: if there is free room, or if the share of such states that requests
-        have reused makes it worth more than the chunks that it displaces."""
+        """Whether to store a state of an answer: if there is free room, or if it is worth more than the chunks that it
+        displaces. The worth follows from the share of earlier such states that requests have reused."""
         checkpoint_state = tracked.checkpoint_state
         if num_tokens > checkpoint_state.awaited_tokens:
             checkpoint_state.awaited_tokens = num_tokens
@@ -157,8 +157,8 @@ class CheckpointOptions:
         max_stops: limit for the stops of one request.
         has_answers: states of answers are stored too.
         step_tokens: cost of one more step, in computed tokens.
-        cut_tokens: the engine itself stops a prompt at its last multiple of this.
-        has_drafts: there is a drafter, which may move that stop back by one multiple.
+        cut_tokens: the engine itself stops the prefill of a prompt at the last multiple of this number.
+        has_drafts: there is a drafter. It may move that stop back by `cut_tokens`.
     """
 
     max_stops: int
@@ -183,7 +183,7 @@ class Checkpoints:
         options: options of checkpoints.
         prefill_stops: makes the engine stop.
         is_alone: whether no other connector uses `prefill_stops`.
-        metrics: counts what happens.
+        metrics: metrics of the connector.
     """
 
     def __init__(
@@ -234,8 +234,8 @@ class Checkpoints:
             junction = self._junction(tracked, loss)
 
             def plan(begins_at: int) -> Placement:
-                # Another connector may load more tokens than this one. If it loads fewer, the stops still begin where
-                # this connector's stored tokens end: their states are stored already.
+                # Another connector may load more tokens than this one. If it loads fewer, the stops still begin at the
+                # end of this connector's stored tokens: up to there, all states are stored already.
                 asked = Prompt(
                     request.num_prompt_tokens,
                     max(start, begins_at),
@@ -244,7 +244,7 @@ class Checkpoints:
                     keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
                 if tracked.checkpoint_state.asked != asked:
-                    # Equal if the engine had no room after the last lookup and nothing has changed since.
+                    # The plan stays the same if the engine had no room after the last lookup and nothing has changed.
                     tracked.checkpoint_state = self._planned(tracked, asked)
                 return tracked.checkpoint_state.placement
 
@@ -322,9 +322,10 @@ class Checkpoints:
         return states
 
     def _is_loaded(self, tracked: TrackedRequest, state: State) -> bool:
-        """Whether the request was loaded up to this state, and the only tier still has the state.
+        """Whether the request was loaded up to this state, and the primary tier, as the only tier, still has the state.
 
-        It is not stored again: the store would touch it, and the prompt's own, deeper state would be evicted before it.
+        Such a state is not stored again. A store would touch it, so that the prompt's own, deeper state would be
+        evicted first.
         """
         asked = tracked.checkpoint_state.asked
         if self._stack.secondary or asked is None or state.num_tokens != asked.resumed_tokens:
@@ -332,8 +333,8 @@ class Checkpoints:
         return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
-        """Tokens up to which `states` finds no state of an answer for a request with `computed_tokens`: the next
-        boundary. 0 if the next step may find one. States that the engine hands over are not included."""
+        """Next boundary. Until a request with `computed_tokens` reaches it, `states` finds no state of an answer. 0 if
+        the next step may find such a state. States that the engine hands over are not considered."""
         if self._answers is None:
             return sys.maxsize
         step = self._step_tokens
@@ -363,7 +364,7 @@ class Checkpoints:
 
 def _costs(layout: CacheLayout, tier: TierIndex, states: Sequence[int], step_tokens: int) -> Costs:
     spec = layout.spec
-    # Deep enough that a window needs whole chunks.
+    # A boundary far from the beginning of a prompt: there a window needs whole chunks.
     end_token = 1024 * spec.chunk_tokens
     state_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in states)
     others = [index for index in spec.stored_groups if index not in states]

@@ -201,7 +201,7 @@ def _warnings(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayou
         warnings.append(
             "HybridOffloadConnector: with this prefix_match_unit vLLM's own cache hits end inside blocks, and this "
             "version of it copies such a block in part (vllm-project/vllm#55112): requests that it resumes there may "
-            "be answered wrongly, and nothing of them is stored; use a vLLM with that fixed, or unset "
+            "be answered wrongly, and nothing of them is stored; use a fixed vLLM, or unset "
             "prefix_match_unit"
         )
     return warnings

@@ -98,8 +98,9 @@ class OffloadWorker(RankWorker):
         """Registers the engine's KV tensors.
 
         Raises:
-            ConfigurationError: the bytes are not where the engine's specs say, or not on this device; or with secondary
-                tiers, their order may differ in a later engine; or the copy test on this GPU fails.
+            ConfigurationError: the bytes are not at the addresses that follow from the engine's specs; or they are not
+                on this device; or there are secondary tiers, and a later engine may order the bytes differently; or the
+                copy test on this GPU fails.
         """
         device = device or CpuDevice()
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_secondary_tiers)

@@ -1,13 +1,15 @@
-"""Corrupt blocks: blocks of the engine with other content than their hash says, and the requests that use them.
+"""Corrupt blocks: blocks of the engine with content that does not match their hash, and the requests that use them.
 
 There are two kinds:
 
-- Bad copies. If the engine's own hit ends inside a block, it copies that block. vLLM 0.32 does so wrongly in two ways:
-  for every layer it copies the page bytes of the first layer at the same address (see `compat.copies_whole_blocks`),
-  and it reads all sources before it writes any, although one copy of a step may depend on another.
+- Bad copies. If the engine's own hit ends inside a block, it copies that block. vLLM 0.32 makes two mistakes. It copies
+  as many bytes as a page of the first layer at that address, also for layers with larger pages (see
+  `compat.copies_whole_blocks`). And it reads all sources before it writes any, although one copy of a step may depend
+  on another.
 - Misfiled states. If a recurrent group has larger blocks than another group, a prefill may end inside a recurrent block
-  (see `compat.prefill_cut_tokens`). The engine keeps the state there and hands it over under the end of that block.
-  Such a state is recognized by its boundary: the request's next chunk passes the boundary without a stop.
+  (see `compat.prefill_cut_tokens`). The engine then caches the state, and hands it over, as if it were the state at the
+  end of that block. Such a state is recognized by its boundary: the request's next prefill chunk passes the boundary
+  without a stop.
 
 A request that continues from a corrupt block computes wrong content, which the engine caches under correct hashes, so
 every later hit on that content is wrong too. Such a request is "misled": nothing of it may reach a tier or a peer.
@@ -96,10 +98,10 @@ def misfiled_warning(connector: str, vllm_config: VllmConfig, layout: CacheLayou
     sizes = ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled))
     return (
         f"{connector}: RECURRENT groups {sorted(misfiled)} have larger blocks ({sizes} tokens) than another group "
-        f"({compat.prefill_cut_tokens(vllm_config)}), and this version of vLLM ends prefill inside them and keeps such "
-        "states under the end of the block (vllm-project/vllm#54076): they are not stored, and are evicted from vLLM's "
-        "cache, so fewer prompts resume; without a connector vLLM may resume requests from them and answer wrongly; "
-        "use a vLLM with that fixed, or blocks of one size"
+        f"({compat.prefill_cut_tokens(vllm_config)}). This version of vLLM may end prefill inside such a block and "
+        "cache the state as the one at the end of the block (vllm-project/vllm#54076). This connector does not store "
+        "such states and evicts them from vLLM's cache, so fewer prompts resume. Without a connector vLLM may resume "
+        "requests from them and answer wrongly. Use a fixed vLLM, or blocks of one size"
     )
 
 
@@ -125,8 +127,8 @@ class CorruptBlocks:
         self._corrupt: dict[int, Any] = {}
         """Corrupt blocks, each with its hash when it was last checked. At most as many as the engine has blocks."""
         self._misled: dict[str, list[int]] = {}
-        """Running misled requests, each with the first index in the table of each group where a block's hash may still
-        change."""
+        """Running misled requests. For each group, the index in its table of the first block that may still get another
+        hash."""
         self._has_warned = False
 
     @property
@@ -175,22 +177,22 @@ class CorruptBlocks:
                 for block_id in block_ids:
                     self._corrupt.pop(block_id, None)
         self._follow_copies(copies, compat.boundary_states(output))
-        # In order of admission: a request may have hit blocks that a request admitted before it computes in this step.
+        # In order of admission, because a request may hit blocks that an earlier request of this step computes.
         for request_id, computed_tokens in compat.admitted(output).items():
             self._admit(request_id, computed_tokens, tables(request_id), copies)
-        # Last, because some may belong to a request that starts in this step. The engine serves a kept state only from
-        # the next step on, so no request has used these blocks yet.
+        # Last, because some of these blocks may belong to a request that starts in this step. The engine offers a
+        # cached state only from the next step on, so no request has used these blocks yet.
         if misfiled and self._pool is not None:
             compat.evict_cached_blocks(self._pool, misfiled)
         for block_id in misfiled:
             self._add(block_id)
 
     def _misfiled(self, output: SchedulerOutput) -> list[int]:
-        """Blocks of states that are handed over under a boundary at which no chunk of their request ended.
+        """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
 
-        Each boundary is handed over in the step that passes it, so it lies within this step's chunk. The last chunk
-        ended at its start, and this chunk ends at its end. Boundaries before the chunk were passed by accepted drafts;
-        their states come from the worker and are correct.
+        The engine hands a boundary over in the step that passes it. So a boundary strictly inside this step's chunk is
+        wrong: prefill stopped only at the start and the end of the chunk. Boundaries before the chunk were passed by
+        accepted drafts; their states come from the worker and are correct.
         """
         handed_over = compat.boundary_states(output)
         if not handed_over:
@@ -282,9 +284,9 @@ class CorruptBlocks:
             return
         self._has_warned = True
         logger.warning(
-            "request %s continues from a corrupt block (%s) of this version of vLLM, so its answer may be wrong, and "
-            "nothing that it computes is stored or sent to peers; further ones are only counted, in "
-            "vllm:hybridkv_misled_requests_total; unset prefix_match_unit if it is set, or use a vLLM with that fixed",
+            "request %s continues from a corrupt block (%s) of this version of vLLM. Its answer may be wrong, and "
+            "nothing that it computes is stored or sent to peers. Unset prefix_match_unit if it is set, or use a fixed "
+            "vLLM. This is logged once; vllm:hybridkv_misled_requests_total counts all such requests",
             request_id,
             cause,
         )

@@ -1,7 +1,7 @@
 """Facts of the environment: every variable that may change computed content, by name. Values are digested.
 
-All variables of the engine itself count, except those on a list. Other variables count if libraries under the engine
-read them to choose instructions, precisions or kernels. An unset variable is no fact.
+All variables of the engine itself are facts, except those in `EXCLUDED_VARIABLES`. Other variables are facts if
+libraries below the engine read them to choose instructions, precisions or kernels. An unset variable is no fact.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ COUNTED = (
     "HIPBLASLT_*",
     "HSA_OVERRIDE_GFX_VERSION",
 )
-"""Patterns of variables that count, unless they are on the list below."""
+"""Patterns of variables that are facts unless `EXCLUDED_VARIABLES` lists them."""
 
 _BUILD = "read when the engine is built or packaged"
 _PLACE = "a place for files that can be created again"
-_NETWORK = "where processes find each other, and how bytes travel between them"
-_LOG = "what is logged, measured or traced"
-_SERVING = "how requests are read and answered, before tokens and after them"
+_NETWORK = "addresses of processes, and transport of bytes between them"
+_LOG = "logs, measurements and traces"
+_SERVING = "input and output of requests, outside the computation of tokens"
 _FETCHING = "how input is fetched and bounded; the input itself is hashed into the key"
-_TIMING = "when things happen and how many at once"
+_TIMING = "times and concurrency"
 _MEMORY = "how much memory is used for a purpose"
 _LAUNCH = "how processes are started, and which device each has"
 _SECRET = "a credential, or where one is used"
 _SAMPLING = "how tokens are chosen; chosen tokens are in the key"
 _STORES = "other stores, and how they move bytes"
 _COMPILER = "where and how compiled code is kept; the configuration determines its content"
-_SHIPPED = "part of an engine's package; the engine's version counts"
+_SHIPPED = "part of an engine's package; the engine's version is a fact"
 
 EXCLUDED_VARIABLES: Mapping[str, str] = {
     # Read by the engine, but not specific to it.
@@ -126,7 +126,8 @@ EXCLUDED_VARIABLES: Mapping[str, str] = {
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME": _NETWORK,
     "VLLM_ALLOW_INSECURE_SERIALIZATION": _NETWORK,
     "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": _LAUNCH,
-    # Services of a Kubernetes namespace, which may have the name of a library; see also `environment_facts`.
+    # Variables that Kubernetes sets for each service. A service may have the name of a library. See also
+    # `_is_service_address`.
     "*_SERVICE_HOST": _NETWORK,
     "*_SERVICE_PORT": _NETWORK,
     "*_SERVICE_PORT_*": _NETWORK,
@@ -249,7 +250,7 @@ EXCLUDED_VARIABLES: Mapping[str, str] = {
     "MIOPEN_ENABLE_LOGGING*": _LOG,
     "MIOPEN_USER_DB_PATH": _PLACE,
 }
-"""Patterns as for file names: `*` matches any letters."""
+"""Reasons by pattern. Patterns are as for file names: `*` matches any characters."""
 
 
 def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,9 +25,9 @@ from hybridkv.peers.wire import CloseReason, Digests, Message
 from hybridkv.tiers.threads import BackgroundThread
 
 MAX_LINK_BYTES = 32 << 20
-"""Bytes of one peer: a few messages of the largest size."""
+"""Limit of the waiting bytes from one peer: a few messages of the largest size."""
 MAX_BYTES = 256 << 20
-"""Bytes of all peers."""
+"""Limit of the waiting bytes from all peers."""
 MESSAGE_OVERHEAD_BYTES = 512
 """Memory of a message besides its byte fields."""
 
@@ -156,10 +156,10 @@ class Agent:
     def close(self) -> bool:
         """Stops everything. False if something did not stop in time; then the memory must stay mapped."""
         self._inbox.put(self._begin_closing)
-        is_over = self._join()
-        is_over = self._loop.close(CLOSE_S) and is_over
-        is_over = self._server.is_closed(CLOSE_S) and self._reads.is_closed(CLOSE_S) and is_over
-        return self._transport.close(CLOSE_S) and is_over
+        has_stopped = self._join()
+        has_stopped = self._loop.close(CLOSE_S) and has_stopped
+        has_stopped = self._server.is_closed(CLOSE_S) and self._reads.is_closed(CLOSE_S) and has_stopped
+        return self._transport.close(CLOSE_S) and has_stopped
 
     # A simulation replaces these two methods and calls `_turn` itself.
 
@@ -185,7 +185,8 @@ class Agent:
             self._try(part)
 
     def _try(self, part: Callable[[], None]) -> None:
-        """Calls a part and logs its exception, so that the other parts go on: a request without a report never ends."""
+        """Calls a part and logs its exception, so that the other parts still run. Without them, requests would never
+        end."""
         try:
             part()
         except Exception:

@@ -212,7 +212,7 @@ class ProducerConnections:
     def _refuse(self, peer: ProducerConnection, detail: str) -> None:
         """Marks a rank as incompatible. The connection stays: it remembers the refusal, and it carries `Done`."""
         if peer.state is not ConnectionState.OVER:
-            logger.warning("peer %s at %s:%d does not fit: %.500r", peer.address[2], *peer.address[:2], detail)
+            logger.warning("peer %s at %s:%d is incompatible: %.500r", peer.address[2], *peer.address[:2], detail)
         peer.state, peer.failure = ConnectionState.OVER, NixlLoadFailure("refused", detail)
 
     def _over(self, peer: ProducerConnection, failure: NixlLoadFailure, reason: CloseReason) -> None:

@@ -109,7 +109,7 @@ class LeaseServer:
         self._held_before_plan: set[str] = set()
         """Finished requests that a consumer used before `offer`."""
         self._ended_before_plan: set[str] = set()
-        """Of these, requests with a lease that ended before `offer`."""
+        """Finished requests that a consumer used, and with a lease that ended, before `offer`."""
         self._digesting = DigestThread(memory, control.wake)
         self._tables: dict[str, BlockTables] = {}
         """Blocks of offered requests."""
@@ -154,7 +154,7 @@ class LeaseServer:
         self._leases.abort(request_id)
 
     def offer(self, offered: OfferedRequest) -> None:
-        """Offers a finished request to consumers. One may have used the lease already, and even have ended it."""
+        """Offers a finished request to consumers. A consumer may already have used the lease, or have ended it."""
         request_id = offered.request_id
         self._forget(request_id)
         self._tables[request_id] = offered.tables
@@ -210,12 +210,12 @@ class LeaseServer:
             return
         self._described_links.add(link)
         theirs = decode(message.description)
-        # `compare` takes the reader as "ours", which is the consumer.
+        # For `compare`, "ours" is the side that reads: the consumer.
         agreement = compare(theirs, self._options.description) if isinstance(theirs, Description) else theirs
         if isinstance(agreement, Incompatibility):
             field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
-            said = [each[:MAX_LOG_CHARS] for each in (field, theirs_is, ours_is)]
-            logger.warning("a consumer does not fit: %r: theirs is %r, ours is %r", *said)
+            texts = [each[:MAX_LOG_CHARS] for each in (field, theirs_is, ours_is)]
+            logger.warning("a consumer is incompatible: %r: theirs is %r, ours is %r", *texts)
             self._control.send(link, Refused(field[:4096], ours_is[:4096], theirs_is[:4096], agreement.hint[:4096]))
             return
         self._exchanges[link] = Exchange(agreement)
@@ -226,8 +226,8 @@ class LeaseServer:
     def _leased_request(self, lease: Lease) -> str | None:
         """Request with this lease; None if the lease has ended.
 
-        A consumer has the nonce only after the request has finished. If the plan that offers it has not come from the
-        scheduler yet, the lease time starts now. The scheduler holds the blocks until this rank releases them.
+        A consumer has the nonce only after the request has finished. If the scheduler's plan that offers the request
+        has not arrived yet, the lease time starts now. The scheduler holds the blocks until this rank releases them.
         """
         now_s = self._options.clock()
         request_id = self._opened.pop(lease, None)
