@@ -145,12 +145,12 @@ def test_the_end_of_a_read_starts_a_search_for_work_if_all_segments_were_pinned(
     keys = list(disk_store.records_of(index))
     for key in keys:
         assert index.pin(key) is not None
-    assert index._maintenance._agenda.copier.compaction.cheapest() is None
+    assert index._maintenance._chores.copier.compaction.cheapest() is None
     before = segments.revision
     for key in keys:
         index.unpin(key)
     assert segments.revision > before
-    assert index._maintenance._agenda.copier.compaction.cheapest() is not None
+    assert index._maintenance._chores.copier.compaction.cheapest() is not None
     subject.close()
 
 

@@ -77,7 +77,7 @@ class LateJanitor(InlineJanitor):
     def close(self, timeout_s: float) -> bool:
         return super().close(timeout_s) and not self.tasks
 
-    def leave(self, last: Callable[[], None]) -> bool:
+    def run_at_end(self, last: Callable[[], None]) -> bool:
         self.tasks.append(last)
         return True
 
@@ -289,7 +289,7 @@ def test_a_closed_janitor_accepts_no_last_task() -> None:
     janitor = ThreadJanitor()
     done: list[int] = []
     assert janitor.close(disk_store.TIMEOUT_S)
-    assert not janitor.leave(lambda: done.append(1))
+    assert not janitor.run_at_end(lambda: done.append(1))
     assert not done
 
 

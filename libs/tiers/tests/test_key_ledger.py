@@ -154,7 +154,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         assert recorder.taken == {entry.number: entry.cost for entry in entries}
         assert recorder.writing == {entry.number for entry in ledger.reserved_now.values()}
         assert recorder.reading == {entry.number for entry in ledger.pinned_now.values()}
-        held = {entry.number for entry in entries if entry.state.answer is not LookupResult.MISS}
+        held = {entry.number for entry in entries if entry.state.result is not LookupResult.MISS}
         assert recorder.offered == held and len(held) == ledger.num_keys
         assert {entry.number for entry in entries if entry.state is KeyState.COMMITTED} <= recorder.committed
 

@@ -292,7 +292,7 @@ def test_every_hinted_lookup_ends_and_every_lease_is_returned(seed: int) -> None
     chance = random.Random(seed)
     keys = [b"key %d" % number for number in range(12)]
     held = [slots(*chance.sample(keys, 6)) for _ in range(4)]
-    bench = HintBench(*held[:2], given_up_s=1000.0)
+    bench = HintBench(*held[:2], forget_after_s=1000.0)
     others: list[PeerId] = [NEW, ("10.0.0.8", 7300)]
     bench.peers.hinted = dict(zip(others, held[2:], strict=True))
     places = [NEW, ("10.0.0.8", 7300), ("10.0.0.7", 7300), ("listed", 0), ("listed", 1)]

@@ -196,7 +196,7 @@ def test_an_answer_to_an_older_lookup_is_ignored() -> None:
 
 
 def test_a_silent_peer_does_not_block_lookups_for_ever() -> None:
-    bench = PeerBench(max_open_keys=4, given_up_s=10.0)
+    bench = PeerBench(max_open_keys=4, forget_after_s=10.0)
     bench.ask(b"1", b"2", b"3", b"4")
     bench.time_s = 5.0
     bench.ask(A)

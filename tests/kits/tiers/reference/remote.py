@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _NEVER_S = math.inf
-_OVER_S = -math.inf
+_LONG_AGO_S = -math.inf
 """Deadline of a lookup that has timed out."""
 MAX_ASKED = 4096
 """Keys that an index may have in lookup at one time."""
@@ -154,16 +154,16 @@ class RemoteIndex:
                     self._known.commit(key)
                     self._slots[key] = slot
                     self._forget_slots()
-                if asked.deadline_s != _OVER_S:
+                if asked.deadline_s != _LONG_AGO_S:
                     num_answered = LookupAnswer.FOUND if is_known else LookupAnswer.MISSING
                     self._end(asked, num_answered if asked.answers_s <= asked.deadline_s else LookupAnswer.TIMED_OUT)
-            elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
+            elif now_s < asked.deadline_s or asked.deadline_s == _LONG_AGO_S:
                 continue
             else:
                 self._end(asked, LookupAnswer.TIMED_OUT)
             if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then the key is a MISS.
-                self._asked[key] = _Asked(asked.lookups_sent_s, asked.answers_s, _OVER_S)
+                self._asked[key] = _Asked(asked.lookups_sent_s, asked.answers_s, _LONG_AGO_S)
                 self._changes += 1
                 continue
             del self._asked[key]
@@ -220,7 +220,7 @@ class RemoteIndex:
     def lookup(self, key: Key) -> LookupResult:
         self._receive()
         answer = self._known.lookup(key)
-        if answer is LookupResult.MISS and (asked := self._asked.get(key)) and asked.deadline_s != _OVER_S:
+        if answer is LookupResult.MISS and (asked := self._asked.get(key)) and asked.deadline_s != _LONG_AGO_S:
             return LookupResult.PENDING
         return answer
 

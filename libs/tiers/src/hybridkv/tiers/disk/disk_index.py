@@ -74,11 +74,11 @@ class DiskIndex(SyncLookups):
         self._options = options
         self._sizes = plan_sizes(options, fingerprint.tensor_parallel_size)
         self._namespace = Namespace(io or FileIO(), path, fingerprint, options.fsync is not Fsync.NONE)
-        state, agenda = build_store(self._namespace, fingerprint, options, self._sizes, clock)
+        state, chores = build_store(self._namespace, fingerprint, options, self._sizes, clock)
         self._segments, self._records = state.segments, state.records
-        self._journal = agenda.journal
+        self._journal = chores.journal
         self._janitor = janitor or ThreadJanitor()
-        self._maintenance = Maintenance(state, agenda, self._janitor)
+        self._maintenance = Maintenance(state, chores, self._janitor)
         self._maintenance.run()
 
     @property
@@ -164,7 +164,7 @@ class DiskIndex(SyncLookups):
         self._records.abort(key)
         if record is not None:
             self._journal.withdraw(record)
-            self._maintenance.suspect_loss()
+            self._maintenance.look_for_missing_files()
         self._maintenance.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
@@ -175,7 +175,7 @@ class DiskIndex(SyncLookups):
         self._maintenance.collect()
         is_withdrawn = self._journal.quarantine(key, str(reason))
         if reason == FailureReason.MISSING:
-            self._maintenance.suspect_loss()
+            self._maintenance.look_for_missing_files()
         self._maintenance.run()
         return is_withdrawn
 
@@ -260,7 +260,7 @@ class DiskIndex(SyncLookups):
                 "the last clear of %s could not be written; the next start may offer chunks from before the clear",
                 self._namespace.root.path,
             )
-        if is_done or not self._janitor.leave(self._namespace.close):
+        if is_done or not self._janitor.run_at_end(self._namespace.close):
             self._namespace.close()
         else:
             logger.warning("file work did not end in time: %s stays locked until it ends", self._namespace.path)

@@ -124,7 +124,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def lookup(self, key: Key) -> LookupResult:
         entry = self.by_key.get(key)
-        return _MISS if entry is None else entry.state.answer
+        return _MISS if entry is None else entry.state.result
 
     def leading(self, keys: Iterable[Key]) -> int:
         """Number of leading keys that are HIT or PENDING."""
@@ -367,7 +367,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         entry = self.by_key.get(key)
         if entry is None:
             return TierProtocolError(f"{operation}: expected a reserved key, got unknown key {key.hex()}")
-        return TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.words})")
+        return TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.text})")
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         """Delete a key: it is never offered again. False if it is not offered or reserved."""
@@ -380,7 +380,7 @@ class KeyLedger(SyncLookups, Generic[E]):
     def withdraw(self, key: Key) -> E | None:
         """`invalidate` that returns the deleted entry, None if there is none."""
         entry = self.by_key.get(key)
-        if entry is None or entry.state.answer is _MISS:
+        if entry is None or entry.state.result is _MISS:
             return None
         self._withdraw(key)
         self.tally.invalidations += 1

@@ -20,9 +20,9 @@ class KeyState(enum.Enum):
     DELETED_WHILE_WRITTEN = ("invalidated while it is being stored", LookupResult.MISS)
     DELETED_WHILE_PINNED = ("invalidated while it is pinned", LookupResult.MISS)
 
-    def __init__(self, words: str, answer: LookupResult) -> None:
-        self.words = words
-        self.answer = answer
+    def __init__(self, text: str, result: LookupResult) -> None:
+        self.text = text
+        self.result = result
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):

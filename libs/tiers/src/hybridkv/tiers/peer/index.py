@@ -127,7 +127,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
                 live = {name: until_s for name, until_s in self._backoff_until_s.items() if until_s > now_s}
                 self._backoff_until_s = live | {peer: now_s + self._hint_backoff_s}
         # Listed peers are not sent a lookup that has no time left.
-        has_time = now_s < lookup.until_s - self._options.given_up_s
+        has_time = now_s < lookup.until_s - self._options.forget_after_s
         self._send_to_listed(number, lookup, tuple(self._tracker.open_keys(number)) if has_time else ())
         if not lookup.waiting:
             self._end(number, lookup, now_s)

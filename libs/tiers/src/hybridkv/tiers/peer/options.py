@@ -13,7 +13,7 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     """Options of both sides. An invalid value raises `TierConfigurationError`."""
 
     # The reader.
-    given_up_s: float = 30.0
+    forget_after_s: float = 30.0
     retry_s: float = 1.0
     """Delay before an unreachable peer is tried again."""
     max_hinted: int = 64

@@ -93,7 +93,7 @@ class RemoteIndex(Generic[P]):
         self._clock = clock
         self._options = options
         self._events, self._close_client = client.events, client.close
-        self._tracker = LookupTracker(options.max_open_keys, options.missing_s, options.given_up_s)
+        self._tracker = LookupTracker(options.max_open_keys, options.missing_s, options.forget_after_s)
         self._number = 0
         """Number of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces()
@@ -164,7 +164,7 @@ class RemoteIndex(Generic[P]):
         if not keys:
             return
         self._number += 1
-        if self._send(self._number, keys, self._tracker.given_up_s(deadline_s)):
+        if self._send(self._number, keys, self._tracker.forget_at_s(deadline_s)):
             self._tracker.begin(self._number, keys, self._clock(), deadline_s, is_urgent=self._is_urgent)
             self._poll_events()
         else:

@@ -14,8 +14,8 @@ from itertools import islice
 
 from hybridkv.tiers.contract import Key, LookupAnswer, LookupCounts
 
-_OVER_S = -math.inf
-"""Stands for the deadline of a lookup that has timed out."""
+_LONG_AGO_S = -math.inf
+"""Time before all others. Also the deadline of a lookup that has timed out."""
 FIRST_ANSWER_S = 0.02
 """Expected time of an answer before the first one."""
 _NEW_SHARE = 0.25
@@ -28,7 +28,7 @@ class _TrackedLookup:
     """Keys that have no answer and were not withdrawn."""
     sent_s: float
     deadline_s: float
-    given_up_s: float
+    forget_at_s: float
     timeout_s: float = 0.0
     """Time from the send to the deadline that it then had."""
     is_timed: bool = False
@@ -43,13 +43,13 @@ class LookupTracker:
     Args:
         max_open_keys: limit of open keys, and of remembered missing keys.
         missing_s: seconds in which a missing key is not looked up again.
-        given_up_s: seconds from the deadline of a lookup until it is forgotten.
+        forget_after_s: seconds from the deadline of a lookup until it is forgotten.
     """
 
-    def __init__(self, max_open_keys: int, missing_s: float, given_up_s: float) -> None:
+    def __init__(self, max_open_keys: int, missing_s: float, forget_after_s: float) -> None:
         self.max_open_keys = max_open_keys
         self._missing_s = missing_s
-        self._given_up_s = given_up_s
+        self._forget_after_s = forget_after_s
         self._number_of: dict[Key, int] = {}
         """Lookup number of each open key."""
         self._lookups: dict[int, _TrackedLookup] = {}
@@ -79,11 +79,11 @@ class LookupTracker:
     def is_pending(self, key: Key) -> bool:
         """True if a key is open and its deadline has not passed."""
         number = self._number_of.get(key)
-        return number is not None and self._lookups[number].deadline_s != _OVER_S
+        return number is not None and self._lookups[number].deadline_s != _LONG_AGO_S
 
     def is_missing(self, key: Key, since_s: float) -> bool:
         """Whether a lookup at `since_s` or later found that a key is missing."""
-        return self._missing.get(key, _OVER_S) >= since_s + self._missing_s
+        return self._missing.get(key, _LONG_AGO_S) >= since_s + self._missing_s
 
     def forget_missing(self, keys: Iterable[Key], before_s: float = math.inf) -> None:
         """Forget that lookups before `before_s` found these keys missing. So they may be looked up again at once."""
@@ -119,7 +119,7 @@ class LookupTracker:
             keys = [key for key in keys if key not in known]
         missing = self._missing
         if missing and not missing.keys().isdisjoint(keys):
-            keys = [key for key in keys if missing.get(key, _OVER_S) <= now_s]
+            keys = [key for key in keys if missing.get(key, _LONG_AGO_S) <= now_s]
         keys = list(dict.fromkeys(keys))
         room = max(0, self.max_open_keys - len(known))
         if len(keys) > room:
@@ -128,18 +128,18 @@ class LookupTracker:
         return keys
 
     def _is_taken_over(self, lookup: _TrackedLookup, is_urgent: bool) -> bool:
-        return lookup.is_urgent != is_urgent and (is_urgent or lookup.deadline_s == _OVER_S)
+        return lookup.is_urgent != is_urgent and (is_urgent or lookup.deadline_s == _LONG_AGO_S)
 
     def _postpone(self, lookup: _TrackedLookup, deadline_s: float) -> None:
         if deadline_s > lookup.deadline_s:
             self.changes += 1
             lookup.deadline_s = deadline_s
-            lookup.given_up_s = max(lookup.given_up_s, self.given_up_s(deadline_s))
+            lookup.forget_at_s = max(lookup.forget_at_s, self.forget_at_s(deadline_s))
             self.due_s = min(self.due_s, deadline_s)
 
-    def given_up_s(self, deadline_s: float) -> float:
+    def forget_at_s(self, deadline_s: float) -> float:
         """Time at which a lookup with this deadline is forgotten."""
-        return deadline_s + self._given_up_s
+        return deadline_s + self._forget_after_s
 
     def begin(
         self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float, *, is_urgent: bool = True
@@ -147,7 +147,7 @@ class LookupTracker:
         """Record a lookup that was sent. With `is_urgent`, a request waits for it."""
         open_keys = dict.fromkeys(keys)
         self._lookups[number] = _TrackedLookup(
-            open_keys, sent_s, deadline_s, self.given_up_s(deadline_s), deadline_s - sent_s, is_urgent=is_urgent
+            open_keys, sent_s, deadline_s, self.forget_at_s(deadline_s), deadline_s - sent_s, is_urgent=is_urgent
         )
         self._number_of.update(dict.fromkeys(open_keys, number))
         self.changes += 1
@@ -200,18 +200,18 @@ class LookupTracker:
             self.changes += 1
 
     def pass_time(self, now_s: float) -> None:
-        """Time out lookups at their deadline, and forget them at `given_up_s`."""
+        """Time out lookups at their deadline, and forget them at `forget_at_s`."""
         self.due_s = math.inf
         for number, lookup in list(self._lookups.items()):
-            if lookup.deadline_s != _OVER_S and now_s >= lookup.deadline_s:
+            if lookup.deadline_s != _LONG_AGO_S and now_s >= lookup.deadline_s:
                 self._record(lookup, LookupAnswer.TIMED_OUT, len(lookup.open_keys), now_s)
-                lookup.deadline_s = _OVER_S
+                lookup.deadline_s = _LONG_AGO_S
                 self.changes += bool(lookup.open_keys)
-            if now_s >= lookup.given_up_s:
+            if now_s >= lookup.forget_at_s:
                 del self._lookups[number]
                 self._forget(lookup.open_keys)
                 continue
-            due_s = lookup.given_up_s if lookup.deadline_s == _OVER_S else lookup.deadline_s
+            due_s = lookup.forget_at_s if lookup.deadline_s == _LONG_AGO_S else lookup.deadline_s
             self.due_s = min(self.due_s, due_s)
 
     def clear(self) -> None:
@@ -237,7 +237,7 @@ class LookupTracker:
 
     def _record(self, lookup: _TrackedLookup, answer: LookupAnswer, num_keys: int, answered_s: float) -> None:
         """Count answers. A lookup that timed out was counted already."""
-        if lookup.deadline_s == _OVER_S:
+        if lookup.deadline_s == _LONG_AGO_S:
             return
         if answered_s > lookup.deadline_s:
             answer = LookupAnswer.TIMED_OUT

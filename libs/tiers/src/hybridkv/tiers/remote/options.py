@@ -22,7 +22,7 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limit of their bytes on one rank."""
     missing_s: float = 1.0
     """Seconds in which a missing key is not looked up again."""
-    given_up_s: float = 10.0
+    forget_after_s: float = 10.0
     """Seconds from the deadline of an unanswered lookup until it is forgotten."""
     max_waiting: int = 4096
     """Limit of open loads and stores. One more fails with BUSY."""

@@ -32,7 +32,7 @@ class Janitor(Protocol):
         again."""
         ...
 
-    def leave(self, last: Task) -> bool:
+    def run_at_end(self, last: Task) -> bool:
         """After `close` returned False: run `last` when all tasks have ended. False if they have ended already; `last`
         does not run."""
         ...
@@ -59,7 +59,7 @@ class InlineJanitor:
         self._is_closed = True
         return True
 
-    def leave(self, last: Task) -> bool:
+    def run_at_end(self, last: Task) -> bool:
         return False
 
 
@@ -82,5 +82,5 @@ class ThreadJanitor:
         self._thread.close()
         return self._thread.has_ended(timeout_s)
 
-    def leave(self, last: Task) -> bool:
+    def run_at_end(self, last: Task) -> bool:
         return self._thread.at_end(last)

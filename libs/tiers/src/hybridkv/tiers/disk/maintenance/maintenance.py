@@ -23,7 +23,7 @@ from hybridkv.tiers.disk.maintenance.snapshots import ChangeWriter, Log, Snapsho
 from hybridkv.tiers.disk.maintenance.withdrawals import EpochWriter, JournalWriter, WriteEpoch
 
 
-class Agenda:
+class Chores:
     """All kinds of file work of one index, in order of priority.
 
     Args:
@@ -159,9 +159,9 @@ MAX_CHORES_IN_A_ROW = 64
 class Maintenance:
     """File work of one index."""
 
-    def __init__(self, state: StoreState, agenda: Agenda, janitor: Janitor) -> None:
+    def __init__(self, state: StoreState, chores: Chores, janitor: Janitor) -> None:
         self.state = state
-        self._agenda = agenda
+        self._chores = chores
         self._segments = state.segments
         self._log = state.records.log
         self._changes_file = state.files.changes
@@ -173,13 +173,13 @@ class Maintenance:
 
     def settle(self) -> None:
         """Do the work that is due now, except snapshots and changes, which an open index writes."""
-        self._work_off(self._agenda.next_but_snapshot)
+        self._work_off(self._chores.next_but_snapshot)
         self.collect()  # another Maintenance goes on with these tables
 
     def run(self) -> None:
         """Apply results and start the next chore."""
         self.write_changes()
-        self._work_off(self._agenda.next)
+        self._work_off(self._chores.next)
 
     def _work_off(self, choose: Callable[[], AnyDueChore | None]) -> None:
         for _ in range(MAX_CHORES_IN_A_ROW):
@@ -188,10 +188,10 @@ class Maintenance:
                 return
             self._looked_at = self._segments.revision
             if not self._start(choose()):
-                self._look_again_s = min(self._agenda.snapshot.due_s, self.state.retries.next_retry_s)
+                self._look_again_s = min(self._chores.snapshot.due_s, self.state.retries.next_retry_s)
                 return
 
-    def suspect_loss(self) -> None:
+    def look_for_missing_files(self) -> None:
         """A store or a load failed, maybe because its file is missing: look for missing files, at most once in a
         `retry_interval_s`."""
         now_s = self.state.clock()
@@ -203,7 +203,7 @@ class Maintenance:
     def makes_room(self) -> bool:
         """True if a chore that makes room runs, or is due after a running one."""
         work = self._dispatcher
-        return work.num_making_room > 0 or (work.num_running > 0 and self._agenda.is_room_due)
+        return work.num_making_room > 0 or (work.num_running > 0 and self._chores.is_room_due)
 
     @property
     def has_unwritten_epoch(self) -> bool:
@@ -214,7 +214,7 @@ class Maintenance:
         """`run`, but cheap if there is no work."""
         if not self._log.is_scheduled or self._changes_file.has_unwritten:
             self.write_changes()
-        has_work = self._ended or self._agenda.journal.has_pending or self._segments.revision != self._looked_at
+        has_work = self._ended or self._chores.journal.has_pending or self._segments.revision != self._looked_at
         if has_work or self.state.clock() >= self._look_again_s:
             self.run()
 
@@ -228,7 +228,7 @@ class Maintenance:
         """Schedule the next batch of changes, so that it is written even if no further call comes."""
         if self._changes_file.has_unwritten:
             self.collect()  # its result may not be applied yet
-        writer = self._agenda.changes
+        writer = self._chores.changes
         if self._log.is_scheduled or not writer.has_work:
             return
         delay_s = writer.delay_s()
@@ -246,7 +246,7 @@ class Maintenance:
         while True:
             self._dispatcher.clear_ended()
             self.run()
-            if not self._dispatcher.num_running and not self._start(self._agenda.changes.plan()):
+            if not self._dispatcher.num_running and not self._start(self._chores.changes.plan()):
                 return True
             left_s = deadline_s - time.monotonic()
             if not self._dispatcher.wait_for_ended(max(left_s, 0.0)) or left_s < 0:
@@ -258,9 +258,9 @@ class Maintenance:
         It is written before any other due work, and `then` is called in any thread when it is written or failed. False
         if it could not be started.
         """
-        self._agenda.snapshot.forget_last()
-        self._agenda.epoch.begin_next()
-        return self._start(self._agenda.epoch.plan(), then)
+        self._chores.snapshot.forget_last()
+        self._chores.epoch.begin_next()
+        return self._start(self._chores.epoch.plan(), then)
 
     def finish(self) -> None:
         """Write the last changes, seals and a snapshot.
@@ -273,21 +273,21 @@ class Maintenance:
             return
         self._segments.close_open()
         self.collect()
-        self._start(self._agenda.epoch.plan())
-        self._start(self._agenda.journal.plan())
+        self._start(self._chores.epoch.plan())
+        self._start(self._chores.journal.plan())
         if self.state.is_epoch_written:
             self._write_last()
         self._log.close()
 
     def _write_last(self) -> None:
-        self._start(self._agenda.changes.plan())
-        for due in self._agenda.sealer.plan_all():
+        self._start(self._chores.changes.plan())
+        for due in self._chores.sealer.plan_all():
             self._start(due)
-        self._start(self._agenda.snapshot.plan_last())
+        self._start(self._chores.snapshot.plan_last())
 
     def cancel_snapshot(self) -> None:
         """Cancel the snapshot that is being written, if there is one."""
-        self._agenda.snapshot.cancel()
+        self._chores.snapshot.cancel()
 
     def stop(self) -> None:
         """Start no more chores: the janitor was closed."""

@@ -20,7 +20,7 @@ from hybridkv.tiers.disk.index.segments import Segment, SegmentStage, SegmentTab
 from hybridkv.tiers.disk.maintenance.chore import Epoch, StoreFiles, StoreState, Tables, run
 from hybridkv.tiers.disk.maintenance.compaction import Compaction
 from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor
-from hybridkv.tiers.disk.maintenance.maintenance import Agenda, Maintenance
+from hybridkv.tiers.disk.maintenance.maintenance import Chores, Maintenance
 from hybridkv.tiers.disk.maintenance.withdrawals import WriteEpoch
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.recovery.recovery import FoundStore, recover
@@ -35,7 +35,7 @@ class OpenedStore(NamedTuple):
     """State and file work of an opened store."""
 
     state: StoreState
-    agenda: Agenda
+    chores: Chores
 
 
 def build_store(
@@ -51,7 +51,7 @@ def build_store(
         opened = _build_store(namespace, fingerprint, options, sizes, clock)
     trim_heap()
     opened.state.records.make_room(0, 0)
-    Maintenance(opened.state, opened.agenda, InlineJanitor()).settle()
+    Maintenance(opened.state, opened.chores, InlineJanitor()).settle()
     return opened
 
 
@@ -108,7 +108,7 @@ def _build_store(
         len(found.segments),
         found.num_changes,
     )
-    return OpenedStore(state, Agenda(state, found.withdrawals))
+    return OpenedStore(state, Chores(state, found.withdrawals))
 
 
 def _recover(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> FoundStore:
