@@ -27,9 +27,9 @@ from vllm.platforms import current_platform
 from hybridkv.connectors.vllm.common.identity import configuration_facts, environment_facts
 from hybridkv.connectors.vllm.common.identity.configuration import field_exclusion_reason
 from hybridkv.connectors.vllm.common.identity.environment import (
-    COUNTED,
+    CANDIDATE_VARIABLES,
     EXCLUDED_VARIABLES,
-    is_counted,
+    is_candidate_variable,
     variable_exclusion_reason,
 )
 from hybridkv.connectors.vllm.common.identity.excluded import (
@@ -269,10 +269,15 @@ def test_every_excluded_variable_exists() -> None:
         if any(fnmatchcase(name, entry) for name in known):
             return True
         # Other libraries have no list of variables; a variable that does not count needs no reason.
-        return not entry.startswith("VLLM_") and (entry.startswith("*") or is_counted(entry.replace("*", "X")))
+        return not entry.startswith("VLLM_") and (
+            entry.startswith("*") or is_candidate_variable(entry.replace("*", "X"))
+        )
 
     assert [entry for entry in EXCLUDED_VARIABLES if not has_use(entry)] == []
-    assert set(LIBRARIES) <= {name for name in LIBRARIES if is_counted(name)} and "VLLM_*" in COUNTED
+    assert (
+        set(LIBRARIES) <= {name for name in LIBRARIES if is_candidate_variable(name)}
+        and "VLLM_*" in CANDIDATE_VARIABLES
+    )
 
 
 def test_secret_values_are_never_written(config: VllmConfig) -> None:

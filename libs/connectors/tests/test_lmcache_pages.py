@@ -175,7 +175,7 @@ def test_pages_are_returned_when_worker_and_server_are_done(order: tuple[str, st
 
 def test_memory_of_a_renewed_pool_keeps_its_old_content() -> None:
     sealed = SealedPages()
-    sealed.pool.renew()
+    sealed.pool.recreate()
     now = PoolMemory.of(sealed.pool)
     assert now.instance != sealed.memory.instance and now.address != sealed.memory.address
     assert sealed.bad() == []

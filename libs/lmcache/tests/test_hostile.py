@@ -261,7 +261,7 @@ def test_void_pages_are_not_written_and_the_locks_are_released(server: ScriptedS
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x01"]])
         found = rig.lookup(digests_of("void", 1))
         assert isinstance(found, CallAnswer)
-        rig.pool.renew()
+        rig.pool.recreate()
         settled: list[bool] = []
         pages = Pages(Taken(0, {}), [])
         ended: Ended[None] = wait(

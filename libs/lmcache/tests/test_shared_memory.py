@@ -105,7 +105,7 @@ def test_renewing_a_pool_voids_the_taken_pages() -> None:
         old = pool.page(0, 1)
         old[:4] = b"late"
         name, instance = pool.wire_groups()[0].place.segment, pool.instance
-        pool.renew()
+        pool.recreate()
         assert pool.wire_groups()[0].place.segment != name
         assert pool.instance != instance
         assert bytes(pool.page(0, 1)[:4]) == bytes(4)

@@ -23,7 +23,7 @@ from hybridkv.tiers.object.sweeping import Sweep, SweepReport, SweepRules, sweep
 if TYPE_CHECKING:
     from hybridkv.tiers.object.store import Store
 
-SHORT_NAME = 12
+SHORT_NAME_LENGTH = 12
 DAY_S = 86_400.0
 
 
@@ -134,7 +134,7 @@ def text_of(report: ObjectStoreReport) -> str:
     for cache in report.caches:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(cache.newest_s)) if cache.newest_s else "unknown"
         size = format_size(cache.pack_bytes + cache.manifest_bytes)
-        lines.append(f"{cache.name[:SHORT_NAME]}  last written or renewed {written}  {size}")
+        lines.append(f"{cache.name[:SHORT_NAME_LENGTH]}  last written or renewed {written}  {size}")
         lines.append(
             f"  {cache.num_packs:,} packs, {format_size(cache.pack_bytes)}; {cache.num_manifests:,} manifests, "
             f"{format_size(cache.manifest_bytes)}"
@@ -143,7 +143,7 @@ def text_of(report: ObjectStoreReport) -> str:
             oldest_days = max(0.0, time.time() - cache.oldest_s) / DAY_S
             lines.append(f"  oldest object: {oldest_days:.1f} days")
         if cache.cache:
-            lines.append(f"  current epoch {cache.epoch} of cache {cache.cache[:SHORT_NAME]}")
+            lines.append(f"  current epoch {cache.epoch} of cache {cache.cache[:SHORT_NAME_LENGTH]}")
         if cache.num_leftovers:
             lines.append(f"  {cache.num_leftovers} checks and unfinished objects")
     if not lines:

@@ -13,7 +13,7 @@ from hybridkv.tiers.disk.inspection import NamespaceReport, StoreInspector
 
 MAX_DAMAGES: Final = 1000
 """Damaged records that are listed; all are counted."""
-SHORT_NAME: Final = 12
+SHORT_NAME_LENGTH: Final = 12
 
 
 class DamagedRecord(msgspec.Struct, frozen=True):
@@ -135,7 +135,9 @@ def text_of(reports: Sequence[NamespaceReport]) -> str:
     lines = []
     for report in reports:
         opened = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.opened_s)) if report.opened_s else "unknown"
-        lines.append(f"{report.name[:SHORT_NAME]}  last opened {opened}  {format_size(report.disk_bytes)} on disk")
+        lines.append(
+            f"{report.name[:SHORT_NAME_LENGTH]}  last opened {opened}  {format_size(report.disk_bytes)} on disk"
+        )
         if report.problem:
             lines.append(f"  cannot be read: {report.problem}")
             continue

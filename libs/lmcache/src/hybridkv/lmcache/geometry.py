@@ -122,7 +122,7 @@ def chunk_alignment(groups: Sequence[PageGroup]) -> int:
     return math.lcm(*(group.spec.block_tokens for group in groups))
 
 
-def demand_server(geometry: Geometry, facts: ServerFacts) -> None:
+def require_compatible_server(geometry: Geometry, facts: ServerFacts) -> None:
     """Checks that a server can store such groups.
 
     Raises:

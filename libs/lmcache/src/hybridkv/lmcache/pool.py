@@ -175,7 +175,7 @@ class Pool:
         with self._lock:
             return sum(self._num_blocks) - len(self._num_blocks) - sum(map(len, self._free))
 
-    def renew(self) -> None:
+    def recreate(self) -> None:
         """Replaces the memory with new memory of the same size. Taken pages become void.
 
         A view of the old memory stays usable, but nothing else uses that memory.
@@ -216,7 +216,7 @@ class Pool:
     def page(self, group: int, block: int) -> memoryview:
         """Header and payload of one page."""
         offset = self.offset(group, block)
-        with self._lock:  # `renew` must not replace the memory meanwhile
+        with self._lock:  # `recreate` must not replace the memory meanwhile
             return self._memory.view[offset : offset + self.geometry.page_bytes[group]]
 
     def num_free(self, group: int) -> int:

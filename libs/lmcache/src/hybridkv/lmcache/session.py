@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.errors import LMCacheConfigurationError
-from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, demand_server
+from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, require_compatible_server
 from hybridkv.lmcache.keys import cache_name
 from hybridkv.lmcache.pool import Pool
 from hybridkv.lmcache.wire import Registration
@@ -75,7 +75,7 @@ class LMCacheSession:
                 f"start the server with --chunk-size {self._chunk_tokens}, or restart the engine",
             )
         geometry = Geometry(self._groups, chunk_tokens)
-        demand_server(geometry, facts)
+        require_compatible_server(geometry, facts)
         self._chunk_tokens = chunk_tokens
         if not self._num_chunks:
             self._geometry = geometry
@@ -85,7 +85,7 @@ class LMCacheSession:
         elif self._pool.num_taken:
             # The server of a lost connection may still write to the taken pages.
             logger.info("recreating the pool: %d pages were in flight", self._pool.num_taken)
-            self._pool.renew()
+            self._pool.recreate()
         self._geometry = geometry
         return Registration(self._pool.instance, self.model, self._world_size, self._pool.wire_groups())
 

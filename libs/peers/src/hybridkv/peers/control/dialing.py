@@ -189,7 +189,7 @@ class Dialer:
         if waiting is not None:
             self._end(link, waiting[0].handlers, reason)
 
-    def cancel_late(self, now_s: float) -> None:
+    def cancel_timed_out(self, now_s: float) -> None:
         """Gives up connections that waited for name resolution longer than `handshake_timeout_s`."""
         for link, (_, began_s) in list(self._waiting.items()):
             if now_s - began_s > self._limits.handshake_timeout_s:

@@ -20,11 +20,11 @@ from hybridkv.peers.control.sockets import (
     Address,
     ControlConnection,
     ControlSettings,
+    close_reason_of,
     endpoint,
     events_of,
     start_monitor,
     stop_monitor,
-    why_failed,
 )
 from hybridkv.peers.wire import CloseReason
 
@@ -98,7 +98,7 @@ class Listener:
             elif event == zmq.EVENT_CLOSED:
                 self._is_unbound = True
             else:
-                self._failed = why_failed(event, value, CloseReason.ENDED)
+                self._failed = close_reason_of(event, value, CloseReason.ENDED)
         while len(self._strangers) > self._max_strangers:
             fd = list(self._strangers)[stranger_to_close([host for host, _ in self._strangers.values()])]
             self._count(CloseReason.TOO_MANY)

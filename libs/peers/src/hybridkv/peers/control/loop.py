@@ -31,9 +31,9 @@ from hybridkv.peers.control.sockets import (
     ControlConnection,
     ControlSettings,
     Socket,
+    close_reason_of,
     events_of,
     stop_monitor,
-    why_failed,
 )
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
 from hybridkv.peers.wire import (
@@ -48,7 +48,7 @@ from hybridkv.peers.wire import (
     WireError,
     WireLimits,
     WireMessage,
-    demand_secret,
+    require_secret,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ControlLoop:
         Raises `OSError` if the address cannot be bound, `PeersConfigurationError` for an address that other hosts can
         reach if there is no secret, and `PeersProtocolError` after `close`.
         """
-        demand_secret("host", host, self._secret)
+        require_secret("host", host, self._secret)
         self._require_running("listen")
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
         listener = Listener(
@@ -174,7 +174,7 @@ class ControlLoop:
 
     def _run(self) -> None:
         while self._closing_until_s is None:
-            for part in (self._poll_sockets, self._commands.run_queued, self._close_late):
+            for part in (self._poll_sockets, self._commands.run_queued, self._close_timed_out):
                 self._safely(part)
         self._finish(self._closing_until_s)
 
@@ -259,7 +259,7 @@ class ControlLoop:
             if event == zmq.EVENT_CLOSED:
                 self._close(connection, CloseReason.UNREACHABLE)
             elif event & FAILED:
-                self._close(connection, why_failed(event, value, CloseReason.HUNG_UP))
+                self._close(connection, close_reason_of(event, value, CloseReason.HUNG_UP))
             else:
                 self._disconnected.append(connection)
 
@@ -379,10 +379,10 @@ class ControlLoop:
 
     # Connections that end.
 
-    def _close_late(self) -> None:
+    def _close_timed_out(self) -> None:
         """Closes connections that are not open after `handshake_timeout_s`."""
         now_s = self._clock()
-        self._dialer.cancel_late(now_s)
+        self._dialer.cancel_timed_out(now_s)
         for connection in [*self._connections.values()]:
             if not connection.is_open and now_s - connection.began_s > self._limits.handshake_timeout_s:
                 self._close(connection, CloseReason.TOO_SLOW)

@@ -119,7 +119,7 @@ def events_of(monitor: Socket) -> list[tuple[int, int]]:
     return events
 
 
-def why_failed(event: int, value: int, hung_up: CloseReason) -> CloseReason:
+def close_reason_of(event: int, value: int, hung_up: CloseReason) -> CloseReason:
     """Close reason of a `FAILED` event. `hung_up` is returned if the peer ended the handshake without a reason."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return CloseReason.SECRET

@@ -26,7 +26,7 @@ from hybridkv.peers.wire.messages import (
     pack_columns,
     unpack_columns,
 )
-from hybridkv.peers.wire.secret import NO_SECRET, Secret, demand_secret, is_loopback, read_secret
+from hybridkv.peers.wire.secret import NO_SECRET, Secret, is_loopback, read_secret, require_secret
 
 __all__ = [
     "MAX_NAME_BYTES",
@@ -52,9 +52,9 @@ __all__ = [
     "WireError",
     "WireLimits",
     "WireMessage",
-    "demand_secret",
     "is_loopback",
     "pack_columns",
     "read_secret",
+    "require_secret",
     "unpack_columns",
 ]

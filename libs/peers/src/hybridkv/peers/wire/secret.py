@@ -92,7 +92,7 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-def demand_secret(field: str, host: str, secret: Secret) -> None:
+def require_secret(field: str, host: str, secret: Secret) -> None:
     """Raises `PeersConfigurationError` if there is no secret and `host` is not a loopback address."""
     if not secret and not is_loopback(host):
         hint = "set secret_file: without a secret, any process that reaches this address can read the cache"

@@ -89,8 +89,8 @@ def state_step_tokens(spec: CacheSpec) -> int:
 class CheckpointState:
     """Recurrent states of one request, from a lookup until the engine starts it over (`was_admitted` persists)."""
 
-    asked: Prompt | None = None
-    """Prompt facts for which the stops were planned."""
+    bare_prompt: Prompt | None = None
+    """Facts of the prompt alone, for which the stops were planned."""
     prompt: Prompt | None = None
     """The same facts, together with those of similar requests."""
     placement: Placement = field(default_factory=Placement)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _INHERITED = ("engine_id", "kv_role", "kv_load_failure_policy")
-_PREPARED_BY_NAME = ("HiSparseConnector",)
+_NEEDS_VLLM_MULTI_CONNECTOR = ("HiSparseConnector",)
 """Connectors that need set-up by vLLM. vLLM finds their names only as children of its own MultiConnector."""
 
 
@@ -86,7 +86,7 @@ def resolve_children(vllm_config: VllmConfig) -> tuple[MultiConfig, tuple[ChildC
     config = decode_multi_config(outer.kv_connector_extra_config, inherited, compat.transfer_keys())
     classes = []
     for child in config.children:
-        if child.connector in _PREPARED_BY_NAME:
+        if child.connector in _NEEDS_VLLM_MULTI_CONNECTOR:
             raise ConfigurationError(
                 f"{ROOT}.connectors ({child.name})",
                 "a connector that needs no set-up by vLLM",

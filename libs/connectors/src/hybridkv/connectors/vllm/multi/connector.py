@@ -70,7 +70,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         require_groups(vllm_config, kv_cache_config, classes)
         admission = load_admission(vllm_config, kv_cache_config)
         prefill_stops = shared_prefill_stops(vllm_config, kv_cache_config)
-        self._take_children(build_children(classes, role, kv_cache_config, admission, prefill_stops))
+        self._set_children(build_children(classes, role, kv_cache_config, admission, prefill_stops))
         self._scheduler_saves = SchedulerSaves()
         self._announced_blocks = AnnouncedBlocks()
         self._scheduler: Selector | None = None
@@ -188,17 +188,17 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def _finish(self, request: Request, finish: Callable[[Child], Finished]) -> Finished:
         reading: list[int] = []
-        together: dict[str, Any] | None = None
+        combined: dict[str, Any] | None = None
         for position, child in enumerate(self._children):
-            reads_on, parameters = finish(child)
-            if reads_on:
+            still_reads, parameters = finish(child)
+            if still_reads:
                 reading.append(position)
             if parameters is not None:
-                if clash := sorted(parameters.keys() & (together or {}).keys()):
+                if clash := sorted(parameters.keys() & (combined or {}).keys()):
                     raise RuntimeError(f"{child.name} and another child both return kv_transfer_params {clash}")
-                together = (together or {}) | parameters
+                combined = (combined or {}) | parameters
         self._selector().ended(request)
-        return self._scheduler_saves.request_ended(request.request_id, reading), together
+        return self._scheduler_saves.request_ended(request.request_id, reading), combined
 
     def take_events(self) -> Iterable[Any]:
         own: list[Any] = []
@@ -227,15 +227,15 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         for position, each in enumerate(self._connectors):
-            if of_each := of_child(metadata, position):
-                each.set_xfer_handshake_metadata(of_each)
+            if child_metadata := of_child(metadata, position):
+                each.set_xfer_handshake_metadata(child_metadata)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for position, each in enumerate(self._connectors):
-            if of_each := of_child(metadata, position):
-                each.set_xfer_handshake_metadata_pp_aware(of_each)
+            if child_metadata := of_child(metadata, position):
+                each.set_xfer_handshake_metadata_pp_aware(child_metadata)
 
     def reset_cache(self) -> bool | None:
         answers = self._call_all("reset_cache")

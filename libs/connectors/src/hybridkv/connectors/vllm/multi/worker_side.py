@@ -108,9 +108,9 @@ class WorkerSaves:
 
 
 class MultiWorkerSide(KVConnectorBase_V1):
-    """Methods that vLLM calls in a worker. `_take_children` must be called first."""
+    """Methods that vLLM calls in a worker. `_set_children` must be called first."""
 
-    def _take_children(self, children: Sequence[Child]) -> None:
+    def _set_children(self, children: Sequence[Child]) -> None:
         self._children = tuple(children)
         self._connectors = [child.connector for child in children]
         self._worker_saves = WorkerSaves()
@@ -155,8 +155,8 @@ class MultiWorkerSide(KVConnectorBase_V1):
         super().bind_connector_metadata(metadata)
         self._worker_saves.begin(metadata.saving)
         self._timer.begin(metadata.sync_children)
-        for each, of_each in zip(self._connectors, metadata.children, strict=True):
-            each.bind_connector_metadata(of_each)
+        for each, child_metadata in zip(self._connectors, metadata.children, strict=True):
+            each.bind_connector_metadata(child_metadata)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -166,8 +166,8 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
         """Takes the step's metadata, or the set of request ids that vLLM before 0.18 passes."""
         if isinstance(kv_connector_metadata, MultiMetadata):
-            for each, of_each in zip(self._connectors, kv_connector_metadata.children, strict=True):
-                each.handle_preemptions(of_each)
+            for each, child_metadata in zip(self._connectors, kv_connector_metadata.children, strict=True):
+                each.handle_preemptions(child_metadata)
         else:
             for each in self._connectors:
                 each.handle_preemptions(kv_connector_metadata)
@@ -201,13 +201,13 @@ class MultiWorkerSide(KVConnectorBase_V1):
         return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        together = KVConnectorTransferResults()
+        combined = KVConnectorTransferResults()
         for position, each in enumerate(self._connectors):
             results = each.get_transfer_results(finished_req_ids)
-            together.finished_recving |= results.finished_recving
-            together.failed_recving |= results.failed_recving
-            together.finished_sending |= self._worker_saves.end(position, results.finished_sending)
-        return together
+            combined.finished_recving |= results.finished_recving
+            combined.failed_recving |= results.failed_recving
+            combined.finished_sending |= self._worker_saves.end(position, results.finished_sending)
+        return combined
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set[int]().union(*(each.get_block_ids_with_load_errors() for each in self._connectors))

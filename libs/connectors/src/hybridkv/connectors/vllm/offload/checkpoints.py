@@ -179,7 +179,7 @@ class Checkpoints:
     Args:
         layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
-        kept_in: names of the secondary tiers to which all chunks are copied.
+        copied_to: names of the secondary tiers to which all chunks are copied.
         options: options of checkpoints.
         prefill_stops: makes the engine stop.
         is_alone: whether no other connector uses `prefill_stops`.
@@ -190,7 +190,7 @@ class Checkpoints:
         self,
         layout: CacheLayout,
         stack: TierStack,
-        kept_in: Sequence[str],
+        copied_to: Sequence[str],
         options: CheckpointOptions,
         prefill_stops: PrefillStops,
         metrics: ConnectorMetrics,
@@ -207,7 +207,7 @@ class Checkpoints:
         self._states = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
         self._largest: TierIndex = max(
-            (stack.primary_only, *(stack.secondary[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
+            (stack.primary_only, *(stack.secondary[name] for name in copied_to)), key=lambda tier: tier.capacity_bytes
         )
         self._costs = _costs(layout, self._largest, self._states, options.step_tokens)
         self._experience = NO_EXPERIENCE
@@ -236,16 +236,16 @@ class Checkpoints:
             def plan(begins_at: int) -> Placement:
                 # Another connector may load more tokens than this one. If it loads fewer, the stops still begin at the
                 # end of this connector's stored tokens: up to there, all states are stored already.
-                asked = Prompt(
+                bare_prompt = Prompt(
                     request.num_prompt_tokens,
                     max(start, begins_at),
                     junction,
                     starts_over=tracked.checkpoint_state.was_admitted,
                     keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
-                if tracked.checkpoint_state.asked != asked:
+                if tracked.checkpoint_state.bare_prompt != bare_prompt:
                     # The plan stays the same if the engine had no room after the last lookup and nothing has changed.
-                    tracked.checkpoint_state = self._planned(tracked, asked)
+                    tracked.checkpoint_state = self._planned(tracked, bare_prompt)
                 return tracked.checkpoint_state.placement
 
             self._prefill_stops.add_stops(request, plan, start if offered_tokens else 0)
@@ -260,11 +260,11 @@ class Checkpoints:
         last = num_prompt_tokens - 1
         return not self._options.has_drafts and last // cut * cut == last // step * step
 
-    def _planned(self, tracked: TrackedRequest, asked: Prompt) -> CheckpointState:
+    def _planned(self, tracked: TrackedRequest, bare_prompt: Prompt) -> CheckpointState:
         market, step = self._market(), self._step_tokens
-        prompt = self._seen.add_facts(step, self._prefixes(tracked), asked, market)
+        prompt = self._seen.add_facts(step, self._prefixes(tracked), bare_prompt, market)
         placement = plan_stops(step, prompt, market, self._costs, self._limits)
-        return CheckpointState(asked, prompt, placement, was_admitted=tracked.checkpoint_state.was_admitted)
+        return CheckpointState(bare_prompt, prompt, placement, was_admitted=tracked.checkpoint_state.was_admitted)
 
     def _prefixes(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """Keys of the prompt's prefixes, one for each boundary where a state can be stored."""
@@ -327,8 +327,8 @@ class Checkpoints:
         Such a state is not stored again. A store would touch it, so that the prompt's own, deeper state would be
         evicted first.
         """
-        asked = tracked.checkpoint_state.asked
-        if self._stack.secondary or asked is None or state.num_tokens != asked.resumed_tokens:
+        bare_prompt = tracked.checkpoint_state.bare_prompt
+        if self._stack.secondary or bare_prompt is None or state.num_tokens != bare_prompt.resumed_tokens:
             return False
         return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 

@@ -264,14 +264,14 @@ class CorruptBlocks:
         """Marks all blocks that a misled request computes, as soon as it has them."""
         first = self._misled[request_id]
         for group, block_ids in enumerate(table):
-            is_settled = True
+            are_hashes_final = True
             for place in range(first[group], len(block_ids)):
                 self._add(block_ids[place])
-                is_settled = is_settled and self._is_settled(group, block_ids[place])
-                if is_settled:
+                are_hashes_final = are_hashes_final and self._has_final_hash(group, block_ids[place])
+                if are_hashes_final:
                     first[group] = place + 1
 
-    def _is_settled(self, group: int, block_id: int) -> bool:
+    def _has_final_hash(self, group: int, block_id: int) -> bool:
         """Whether a block has its final hash. The hash of a partial block is replaced when the block is full."""
         if block_id == NULL_BLOCK:
             return True

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from hybridkv.connectors.vllm.common.identity.fact_text import digested
 
 ENVIRONMENT = "environment"
-COUNTED = (
+CANDIDATE_VARIABLES = (
     "VLLM_*",
     "ATEN_*",
     "ONEDNN_*",
@@ -258,7 +258,9 @@ def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         f"{ENVIRONMENT}.{name}": digested(value)
         for name, value in sorted(environ.items())
-        if is_counted(name) and variable_exclusion_reason(name) is None and not _is_service_address(name, value)
+        if is_candidate_variable(name)
+        and variable_exclusion_reason(name) is None
+        and not _is_service_address(name, value)
     }
 
 
@@ -267,9 +269,9 @@ def _is_service_address(name: str, value: str) -> bool:
     return name.endswith("_PORT") and value.startswith(("tcp://", "udp://", "sctp://"))
 
 
-def is_counted(name: str) -> bool:
-    """Whether a variable matches `COUNTED`."""
-    return any(fnmatchcase(name, pattern) for pattern in COUNTED)
+def is_candidate_variable(name: str) -> bool:
+    """Whether a variable matches `CANDIDATE_VARIABLES`."""
+    return any(fnmatchcase(name, pattern) for pattern in CANDIDATE_VARIABLES)
 
 
 @functools.cache

@@ -145,7 +145,7 @@ class Agent:
         # A connected consumer may read the lease before the agent's thread runs next.
         for opened in plan.opened:
             self._server.publish(opened.lease)
-        self._inbox.put(lambda: self._carry_out(plan))
+        self._inbox.put(lambda: self._execute(plan))
 
     def take_results(self) -> AgentResults:
         """Takes the results since the last call. The engine's thread calls this."""
@@ -226,7 +226,7 @@ class Agent:
             self._results.released |= released
         self._reads.ended, self._server.released = [], set()
 
-    def _carry_out(self, plan: NixlStepPlan) -> None:
+    def _execute(self, plan: NixlStepPlan) -> None:
         for request_id in plan.dropped:
             self._try(partial(self._server.drop, request_id))
         for opened in plan.opened:

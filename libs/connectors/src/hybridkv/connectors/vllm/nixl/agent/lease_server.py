@@ -40,7 +40,7 @@ from hybridkv.tiers.threads import Outcome
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
-MAX_ITEMS = 65536
+MAX_SPANS = 65536
 MAX_DIGEST_REQUESTS, MAX_DIGEST_REQUESTS_PER_LINK = 1024, 256
 """Limits of waiting requests for digests: of all consumers, and of one connection. Further requests get `BUSY`."""
 MAX_LOG_CHARS = 200
@@ -110,7 +110,7 @@ class LeaseServer:
         """Finished requests that a consumer used before `offer`."""
         self._ended_before_plan: set[str] = set()
         """Finished requests that a consumer used, and with a lease that ended, before `offer`."""
-        self._digesting = DigestThread(memory, control.wake)
+        self._digest_thread = DigestThread(memory, control.wake)
         self._tables: dict[str, BlockTables] = {}
         """Blocks of offered requests."""
         self._exchanges: dict[LinkId, Exchange | None] = {}
@@ -245,7 +245,7 @@ class LeaseServer:
         ):
             self._control.send(link, Digests(message.request, b"", BUSY))
         else:
-            columns = unpack_columns(message.spans, 3, MAX_ITEMS)
+            columns = unpack_columns(message.spans, 3, MAX_SPANS)
             request = DigestRequest.of(message.num_tokens, columns)
             self._pending_digests.append(_PendingDigests(link, message.request, message.lease, exchange, request))
 
@@ -263,13 +263,13 @@ class LeaseServer:
         tables = self._tables.get(request_id)
         if tables is None:
             return None
-        if pending.was_queue_full and self._digesting.is_full:
+        if pending.was_queue_full and self._digest_thread.is_full:
             # Do not keep the runs for all requests, because that would take much memory. They are computed again later.
             return None
         runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
         if isinstance(runs, Incompatibility):
             return Digests(pending.number, b"", str(runs)[:4096])
-        pending.digests = self._digesting.take(runs)
+        pending.digests = self._digest_thread.take(runs)
         # If the digest thread's queue is full, the request waits, at most until its lease ends.
         pending.was_queue_full = pending.digests is None
         return self._digests_of(pending)
@@ -303,12 +303,12 @@ class LeaseServer:
 
     def close(self) -> None:
         """Stops digests and ends all leases."""
-        self._digesting.close()
+        self._digest_thread.close()
         self._leases.close()
 
     def is_closed(self, timeout_s: float) -> bool:
         """Waits for the digest thread. False if it still reads the engine's memory after `timeout_s`."""
-        return self._digesting.has_ended(timeout_s)
+        return self._digest_thread.has_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:
         self._metrics.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")

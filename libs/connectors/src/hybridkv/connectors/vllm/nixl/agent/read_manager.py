@@ -100,8 +100,8 @@ class ReadManager:
         self._peers = peers
         self._metrics = metrics
         self._options = options
-        self._digesting = DigestThread(memory, control.wake)
-        self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
+        self._digest_thread = DigestThread(memory, control.wake)
+        self._tools = ReadTools(memory, transport, control, self._digest_thread, itertools.count(1), options.verify)
         self._reads: dict[str, _RequestRead] = {}
         self._rank_by_request: dict[int, RankRead] = {}
         self._leftovers: list[RankRead] = []
@@ -183,11 +183,11 @@ class ReadManager:
 
     def close(self) -> None:
         """Stops digests."""
-        self._digesting.close()
+        self._digest_thread.close()
 
     def is_closed(self, timeout_s: float) -> bool:
         """Waits for the digest thread. False if it still reads the engine's memory after `timeout_s`."""
-        return self._digesting.has_ended(timeout_s)
+        return self._digest_thread.has_ended(timeout_s)
 
     def _advance(self, read: _RequestRead) -> None:
         for index, rank in enumerate(read.ranks):
@@ -206,9 +206,9 @@ class ReadManager:
         if before.failure is None and read.life.failure is not None and not read.detail:
             read.detail = _detail(read, before, event, now_s)
         for command in commands:
-            self._carry_out(read, command, now_s)
+            self._execute(read, command, now_s)
 
-    def _carry_out(self, read: _RequestRead, command: Command, now_s: float) -> None:
+    def _execute(self, read: _RequestRead, command: Command, now_s: float) -> None:
         if isinstance(command, Report):
             self._end(read, command.failure)
             return
