@@ -221,7 +221,7 @@ class Checkpoints:
         if self._is_alone:
             self._prefill_stops.begin(request)
 
-    def place(self, tracked: TrackedRequest, offered_tokens: int, loss: Loss | None) -> None:
+    def plan_stops(self, tracked: TrackedRequest, offered_tokens: int, loss: Loss | None) -> None:
         """Plans the stops of the tokens that remain to be computed.
 
         Args:

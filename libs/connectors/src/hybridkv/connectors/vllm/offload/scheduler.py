@@ -155,7 +155,7 @@ class OffloadScheduler:
         self._checkpoints.begin(request)
         num_tokens = self._loads.matched_tokens(tracked, computed_tokens)
         if num_tokens is not None:
-            self._checkpoints.place(tracked, num_tokens, self._loads.loss(tracked))
+            self._checkpoints.plan_stops(tracked, num_tokens, self._loads.loss(tracked))
         return num_tokens
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
