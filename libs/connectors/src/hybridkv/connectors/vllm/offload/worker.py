@@ -142,8 +142,8 @@ class OffloadWorker(RankWorker):
         for tier in {move.tier for move in moves} - self._mover.media.keys():
             failure = self._open_tier(tier, plan.namespace)
             if failure is not None:
-                lost = [move for move in moves if move.tier == tier]
-                self._outcomes.moved({move.move_id: MoveOutcome(1, failure) for move in lost})
+                failed = [move for move in moves if move.tier == tier]
+                self._outcomes.moved({move.move_id: MoveOutcome(1, failure) for move in failed})
                 moves = tuple(move for move in moves if move.tier != tier)
         if moves:
             self._mover.start(moves)
