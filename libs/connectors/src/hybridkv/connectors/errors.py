@@ -64,3 +64,13 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     everything = "known: " + ", ".join(known)
     return f'did you mean "{close[0]}"? {everything}' if close else everything
+
+
+MAX_PRINTED = 120
+"""Characters of a client's text in a log line."""
+
+
+def printable(said: object) -> str:
+    """A client's text for the log, such as a request id: shortened, and without characters that cannot be printed."""
+    text = (said if isinstance(said, str) else repr(said))[:MAX_PRINTED]
+    return "".join(char if char.isprintable() else "?" for char in text)

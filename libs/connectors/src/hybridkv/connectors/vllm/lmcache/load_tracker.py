@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
@@ -334,7 +335,9 @@ class LoadTracker:
                 refused = str(error)
         if refused is not None:
             # The engine waits for this load, so it is sent to the workers, which fail it without a copy.
-            logger.error("request %s cannot load %d tokens: %s", tracked.request_id, num_external_tokens, refused)
+            logger.error(
+                "request %s cannot load %d tokens: %s", printable(tracked.request_id), num_external_tokens, refused
+            )
         num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
         self._loads[tracked.request_id] = _LMCacheLoad(prefix, num_external_tokens, num_bytes)
         self._room.take(tracked.request_id, tracked.request.num_tokens)
@@ -416,7 +419,7 @@ class LoadTracker:
         reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
         logger.warning(
             "request %s: a load of %d tokens failed; kv_load_failure_policy applies (%s)",
-            request_id,
+            printable(request_id),
             in_flight.num_tokens,
             reasons,
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import group_specs, no_stored_group
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
@@ -256,7 +257,8 @@ class Selector:
                 self._prefill_stops.settle(request, computed_tokens + num_tokens, is_loaded=is_async)
             except Exception:  # a child's error must not end the engine
                 logger.exception(
-                    "request %s: no prefill stops, because a connector failed to plan them", request.request_id
+                    "request %s: no prefill stops, because a connector failed to plan them",
+                    printable(request.request_id),
                 )
                 self._prefill_stops.begin(request)
         return num_tokens, is_async

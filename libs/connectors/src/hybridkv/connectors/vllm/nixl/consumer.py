@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.hosts import AllowedHosts
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
@@ -107,7 +108,7 @@ class Consumer:
 
     def _refuse(self, request: Request, why: ParamsError | str) -> None:
         self._metrics.prompt("refused")
-        logger.warning("request %s is computed instead of loaded: %s", request.request_id, why)
+        logger.warning("request %s is computed instead of loaded: %s", printable(request.request_id), why)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens after `computed_tokens` that the producer's blocks hold. None: look up again in the next step.

@@ -15,7 +15,7 @@ import msgspec
 
 from hybridkv.connectors.config import parse_address
 from hybridkv.connectors.decoding import as_configuration_error
-from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.errors import ConfigurationError, did_you_mean, printable
 from hybridkv.connectors.hosts import normal_host
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
@@ -28,8 +28,6 @@ MAX_HINTED_PEERS: Final = 8
 """Limit of peers that one request names."""
 WARNING_EVERY_S: Final = 60.0
 """Shortest time between two warnings about invalid hints."""
-MAX_SHOWN: Final = 120
-"""Limit for characters of a client's text in the log."""
 _CHOICES = {
     "store": "true or false",
     "load": "true or false",
@@ -108,8 +106,8 @@ class HintReader:
                 "request %s: its hint names the peer %s, which is ignored: expected one of peers of the peer tier, or "
                 "a host in its allowed_hosts; hint: add the network of your engines to allowed_hosts (%s). Further "
                 "ones are only counted, in vllm:hybridkv_hints_total",
-                _shown(request.request_id),
-                _shown(f"{host}:{port}"),
+                printable(request.request_id),
+                printable(f"{host}:{port}"),
                 _PEERS_PAGE,
             )
         return msgspec.structs.replace(hints, peers=allowed)
@@ -122,8 +120,8 @@ class HintReader:
         self._quiet_until_s = now_s + WARNING_EVERY_S
         logger.warning(
             "request %s: its hints are passed over: %s: expected %s, got %s; hint: %s",
-            _shown(request.request_id),
-            *(_shown(part) for part in (error.path, error.expected, error.got, error.hint)),
+            printable(request.request_id),
+            *(printable(part) for part in (error.path, error.expected, error.got, error.hint)),
         )
 
 
@@ -134,10 +132,10 @@ def parse(path: str, said: Any) -> Hints:
         ConfigurationError: the object is invalid; with path, expected, got and hint.
     """
     if not isinstance(said, Mapping):
-        raise ConfigurationError(path, "an object", _shown(type(said).__name__), f"see {_PAGE}")
+        raise ConfigurationError(path, "an object", printable(type(said).__name__), f"see {_PAGE}")
     for key in said:
         if key not in _NAMES:
-            word = _shown(key)
+            word = printable(key)
             raise ConfigurationError(f"{path}.{word}", "a known key", "an unknown one", did_you_mean(word, _NAMES))
     try:
         read = msgspec.convert(dict(said), _Said, strict=True)
@@ -165,9 +163,3 @@ def _merge(all_said: list[Hints]) -> Hints:
         prefetch=any(hints.prefetch for hints in all_said),
         peers=tuple(dict.fromkeys(peer for hints in all_said for peer in hints.peers))[:MAX_HINTED_PEERS],
     )
-
-
-def _shown(said: object) -> str:
-    """A client's text for the log: shortened, and without characters that cannot be printed."""
-    text = (said if isinstance(said, str) else repr(said))[:MAX_SHOWN]
-    return "".join(char if char.isprintable() else "?" for char in text)

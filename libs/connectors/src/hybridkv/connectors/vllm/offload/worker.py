@@ -16,6 +16,7 @@ import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory
@@ -188,7 +189,7 @@ class OffloadWorker(RankWorker):
         try:
             return self._get_lowering().load(load.copies)
         except Exception:
-            logger.exception("the load of request %s could not be lowered", load.request_id)
+            logger.exception("the load of request %s could not be lowered", printable(load.request_id))
             raise
 
     def _store_runs(self, store: Store, job: CopyJob) -> CopyRuns:

@@ -24,6 +24,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.planner import GroupKind, State
@@ -287,6 +288,6 @@ class CorruptBlocks:
             "request %s continues from a corrupt block (%s) of this version of vLLM. Its answer may be wrong, and "
             "nothing that it computes is stored or sent to peers. Unset prefix_match_unit if it is set, or use a fixed "
             "vLLM. This is logged once; vllm:hybridkv_misled_requests_total counts all such requests",
-            request_id,
+            printable(request_id),
             cause,
         )

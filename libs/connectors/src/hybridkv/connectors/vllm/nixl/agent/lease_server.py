@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel
 from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
 from hybridkv.connectors.vllm.nixl.messages import OfferedRequest, OpenedLease
@@ -298,7 +299,7 @@ class LeaseServer:
                 self._control.send(pending.link, answer)
         self._pending_digests = waiting
         for ended in self._leases.expire(self._options.clock()):
-            logger.warning("no consumer read request %s in time; its blocks are free", ended.request_id)
+            logger.warning("no consumer read request %s in time; its blocks are free", printable(ended.request_id))
             self._end(ended)
 
     def close(self) -> None:

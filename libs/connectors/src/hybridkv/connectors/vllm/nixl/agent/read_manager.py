@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnection, ProducerConnections
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead, ReadTools
 from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
@@ -246,7 +247,7 @@ class ReadManager:
         self.ended.append((load.request_id, failure))
         self._metrics.failure(failure.reason)
         if failure.reason != "cancelled":
-            logger.warning("load of request %s failed: %s", load.request_id, failure.detail)
+            logger.warning("load of request %s failed: %s", printable(load.request_id), failure.detail)
 
 
 def _detail(read: _RequestRead, before: ReadLife, event: Event, now_s: float) -> str:

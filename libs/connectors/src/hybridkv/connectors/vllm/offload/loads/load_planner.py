@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.explain import Admission, Explanation, explain, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import TierLookup, UnansweredIsMiss
@@ -234,7 +235,7 @@ class LoadPlanner:
         self._metrics.wait_timeout("load")
         hold = self._stack.lease(request_id)
         why = "no promotion could start in time" if hold is None else f"{hold.source} timed out"
-        logger.warning("request %s loads nothing from secondary tiers: %s", request_id, why)
+        logger.warning("request %s loads nothing from secondary tiers: %s", printable(request_id), why)
 
     # Lookups and promotions.
 

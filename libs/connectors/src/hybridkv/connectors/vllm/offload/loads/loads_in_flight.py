@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.blocks.blocks import tables_of
 from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.common.layout import CacheLayout
@@ -115,7 +116,7 @@ class LoadsInFlight:
             # The engine waits for this load, so the workers must report its failure. Nothing is written.
             self._stack.unpin_all(in_flight.keys)
             in_flight.keys.clear()
-            logger.error("request %s cannot load %d tokens: %s", request_id, in_flight.num_tokens, error)
+            logger.error("request %s cannot load %d tokens: %s", printable(request_id), in_flight.num_tokens, error)
             load = Load(request_id, CopyTable(), str(error))
         return load, in_flight
 
@@ -250,7 +251,7 @@ class LoadsInFlight:
             reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
             logger.warning(
                 "request %s: loading %d tokens failed; kv_load_failure_policy decides what follows (%s)",
-                request_id,
+                printable(request_id),
                 in_flight.num_tokens,
                 reasons,
             )
