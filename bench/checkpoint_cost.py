@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cpu_offloading_spec
-from told_process import ToldProcess
+from driven_process import DrivenProcess
 
 KIND = "qwen3-next"
 BLOCK_TOKENS = 128
@@ -102,7 +102,7 @@ def family(name: str, num_tokens: int, count: int) -> list[list[int]]:
     return [prompt_of(num_tokens, (name, shared), (f"{name} child {i}", num_tokens)) for i in range(count)]
 
 
-def turn(engine: ToldProcess, prompts: Sequence[Sequence[int]]) -> Turn:
+def turn(engine: DrivenProcess, prompts: Sequence[Sequence[int]]) -> Turn:
     answers = {}
     for name, prompt in zip(TIMES, prompts, strict=True):
         engine.ask("forget")
@@ -126,18 +126,18 @@ class Started:
         self._script = Path(__file__).with_name(script)
         self.directory = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="hybridkv-bench-")))
 
-    def engine(self, name: str, transfer: dict[str, Any] | None, arguments: Mapping[str, Any]) -> ToldProcess:
+    def engine(self, name: str, transfer: dict[str, Any] | None, arguments: Mapping[str, Any]) -> DrivenProcess:
         directory = self.directory / name.replace(" ", "-")
         directory.mkdir()
         given = {"kind": self._kind, "directory": directory, "transfer": json.dumps(transfer)}
         given["arguments"] = json.dumps(arguments)
-        engine = ToldProcess(self._script, given, directory / "log.txt")
+        engine = DrivenProcess(self._script, given, directory / "log.txt")
         self._kept.callback(engine.leave, STOP_S)
         engine.wait_until_ready()
         return engine
 
 
-def measure(engines: Mapping[str, ToldProcess], num_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(engines: Mapping[str, DrivenProcess], num_tokens: int, rounds: int) -> dict[str, Any]:
     found: dict[str, list[Turn]] = {name: [] for name in engines}
     for number in range(rounds + 1):
         first = number % len(engines)
@@ -147,7 +147,7 @@ def measure(engines: Mapping[str, ToldProcess], num_tokens: int, rounds: int) ->
     return {name: row(name, found) for name in engines}
 
 
-def in_one_engine(engine: ToldProcess, num_tokens: int, rounds: int) -> dict[str, Any]:
+def in_one_engine(engine: DrivenProcess, num_tokens: int, rounds: int) -> dict[str, Any]:
     """Cost of stops to prompts that share nothing with any other prompt."""
     for number in range(LEARNED_FAMILIES):
         turn(engine, family(f"{num_tokens} learned {number}", num_tokens, len(TIMES)))
@@ -196,7 +196,7 @@ def _computed(turn: Turn) -> float:
     return turn.seconds["cold"] + turn.seconds["second"]
 
 
-def crowded(engine: ToldProcess, plain: ToldProcess) -> dict[str, Any]:
+def crowded(engine: DrivenProcess, plain: DrivenProcess) -> dict[str, Any]:
     """Counts the states of stops that a store with room for a few prompts keeps."""
     made = kept = 0
     generator = random.Random("crowded")

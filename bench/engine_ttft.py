@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoint_cost import Started, machine, ours, prompt_of, spread, written
-from told_process import ToldProcess
+from driven_process import DrivenProcess
 
 ALONE, RAM, DISK = "alone", "ram", "ram+disk"
 COLD = ("plain", "again", "never", "storing")
@@ -106,7 +106,7 @@ class Subject:
         name: seed of its prompts.
     """
 
-    def __init__(self, engine: ToldProcess, disk: Path | None, name: str) -> None:
+    def __init__(self, engine: DrivenProcess, disk: Path | None, name: str) -> None:
         self._engine = engine
         self._disk = disk
         self._name = name

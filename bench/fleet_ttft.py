@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_cost import Started, machine, ours, prompt_of, spread, written
+from driven_process import DrivenProcess
 from engine_ttft import ARGUMENTS, DISK_CAPACITY, MODELS, Model
-from told_process import ToldProcess
 
 PLACES = ("own", "ram", "disk", "peer", "object", "recompute")
 LOOKUP_TIMEOUT_S = 5.0
@@ -52,7 +52,7 @@ def transfer_of(*tiers: dict[str, Any]) -> dict[str, Any]:
     return transfer
 
 
-def turn(engines: Mapping[str, ToldProcess], name: str, num_tokens: int) -> dict[str, Any]:
+def turn(engines: Mapping[str, DrivenProcess], name: str, num_tokens: int) -> dict[str, Any]:
     """One round: the answers by place."""
     prompt, other = (prompt_of(num_tokens, (f"{name} {each}", num_tokens)) for each in ("shared", "other"))
     found: dict[str, Any] = {}

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from driven_process import PAUSE_S, Serving, take_answers
 from harness import running_engine
-from told_process import PAUSE_S, Serving, take_answers
 
 LOADING = "WAITING_FOR_REMOTE_KVS"
 

@@ -42,8 +42,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from driven_process import DrivenProcess
 from lmcache_server import Held, LMCacheServer, missing_settings, packages
-from told_process import ToldProcess
 
 ALONE = "alone"
 VOCABULARY = range(3, 1024)
@@ -151,7 +151,7 @@ class Subject:
         server: None for an engine without a connector.
     """
 
-    def __init__(self, engine: ToldProcess, server: LMCacheServer | None) -> None:
+    def __init__(self, engine: DrivenProcess, server: LMCacheServer | None) -> None:
         self.engine = engine
         self.server = server
         self.stored: Held | None = None
@@ -208,13 +208,13 @@ class Bench:
             self._kept.callback(self._servers[kind].stop)
         return self._servers[kind]
 
-    def engine(self, name: str, transfer: dict[str, Any] | None, paths: Sequence[str]) -> ToldProcess:
+    def engine(self, name: str, transfer: dict[str, Any] | None, paths: Sequence[str]) -> DrivenProcess:
         directory = self._directory / name.replace(" ", "-")
         directory.mkdir()
         given = {"kind": self._model.kind, "directory": directory, "transfer": json.dumps(transfer)}
         given["arguments"] = json.dumps(ARGUMENTS | self._model.arguments)
         script = Path(__file__).with_name("lmcache_engine.py")
-        engine = ToldProcess(script, given, directory / "log.txt", paths, {"LMCACHE_TRACK_USAGE": "false"})
+        engine = DrivenProcess(script, given, directory / "log.txt", paths, {"LMCACHE_TRACK_USAGE": "false"})
         self._kept.callback(engine.leave, STOP_S)
         return engine
 

@@ -40,7 +40,7 @@ def estimate(trace: Trace, capacity: int, *, has_states: bool) -> tuple[ReuseRep
         stored.update(used)
         path = [b"f%d" % name for name in (request.answered or request.chunks)]
         start = time.process_time()
-        estimator.ask(request.num_tokens, chunks[:end], states[:end])
+        estimator.count_prompt(request.num_tokens, chunks[:end], states[:end])
         estimator.use(path, used)
         seconds += time.process_time() - start
         num_chunks += len(chunks)

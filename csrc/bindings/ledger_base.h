@@ -77,7 +77,7 @@ inline nb::bytes bytes_of(std::string_view key) { return nb::bytes(key.data(), k
 template <class Ledger>
 class LedgerBase {
  public:
-  std::uint64_t most_index_bytes() const { return ledger_.most_bytes(); }
+  std::uint64_t max_index_bytes() const { return ledger_.most_bytes(); }
   std::uint64_t leftover_bytes() const { return ledger_.leftover_bytes(); }
   std::uint64_t num_keys() const { return ledger_.num_keys(); }
   std::uint64_t num_reserved() const { return ledger_.num_reserved(); }
@@ -279,7 +279,7 @@ void bind_base(nb::class_<Self>& self) {
       .def_prop_ro("num_pinned", &Self::num_pinned)
       .def_prop_ro("generation", &Self::generation)
       .def_prop_ro("is_closed", &Self::is_closed)
-      .def_prop_ro("most_index_bytes", &Self::most_index_bytes)
+      .def_prop_ro("max_index_bytes", &Self::max_index_bytes)
       .def_prop_ro("leftover_bytes", &Self::leftover_bytes)
       .def("lacks", &Self::lacks, "key"_a)
       .def("lookup", &Self::lookup, "key"_a)

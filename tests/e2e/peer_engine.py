@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from driven_process import PAUSE_S, Serving, take_answers
 from harness import running_engine
-from told_process import PAUSE_S, Serving, take_answers
 
 from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.common.layout import resolve_groups

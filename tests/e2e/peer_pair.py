@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from told_process import ToldProcess
+from driven_process import DrivenProcess
 
 
 class Variant(NamedTuple):
@@ -18,7 +18,7 @@ class Variant(NamedTuple):
     are_spinners_last: bool = False
 
 
-class EngineProcess(ToldProcess):
+class EngineProcess(DrivenProcess):
     """One engine in its own process.
 
     Args:

@@ -96,7 +96,7 @@ class GranuleAllocator:
 class PlainRamIndex(KeyLedger[SlotEntry]):
     """Has the members of `RamIndex`."""
 
-    most_index_bytes = 0  # not counted
+    max_index_bytes = 0  # not counted
 
     def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
         num_granules = count_granules(capacity_bytes, granule_bytes)

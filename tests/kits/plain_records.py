@@ -165,7 +165,7 @@ class _RecordSpace:
 class PlainRecordTable(KeyLedger[PlainRecord]):
     """Has the members of `RecordTable`."""
 
-    most_index_bytes = 0  # not counted
+    max_index_bytes = 0  # not counted
 
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:
         self._segments = segments

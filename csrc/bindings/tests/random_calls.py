@@ -85,7 +85,7 @@ class _LedgerPlay(_Play):
         key, keys = self.key, self.some_keys
         none: tuple[Make, ...] = ()
         self.calls = dict.fromkeys(
-            ("num_keys", "num_reserved", "num_pinned", "generation", "is_closed", "most_index_bytes", "leftover_bytes")
+            ("num_keys", "num_reserved", "num_pinned", "generation", "is_closed", "max_index_bytes", "leftover_bytes")
         )
         self.calls |= dict.fromkeys(("max_keys", "used_bytes"))
         self.calls |= dict.fromkeys(("lacks", "lookup", "find", "abort", "invalidate"), (key,))

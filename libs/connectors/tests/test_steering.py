@@ -41,7 +41,7 @@ def first_stop(
     prefill_stops.begin(request)
     for each in placements:
         prefill_stops.add_stops(request, lambda begins_at, each=each: each, start if loads else 0)
-    prefill_stops.settle(request, start, is_loaded=loads)
+    prefill_stops.end(request, start, is_loaded=loads)
     return request.shared_prefix_boundary
 
 
@@ -111,7 +111,7 @@ def test_a_load_of_another_connector_adds_no_stop() -> None:
     request.shared_prefix_boundary = 48
     prefill_stops.begin(request)
     prefill_stops.add_stops(request, lambda begins_at: placement(begins_at + 256), 0)
-    prefill_stops.settle(request, 64, is_loaded=True)
+    prefill_stops.end(request, 64, is_loaded=True)
     assert request.shared_prefix_boundary == 320
 
 
@@ -165,7 +165,7 @@ def test_an_engine_without_a_boundary_is_not_changed_and_logged_once(
             request: Any = SimpleNamespace(request_id=name, num_tokens=400, num_prompt_tokens=400)
             prefill_stops.begin(request)
             prefill_stops.add_stops(request, lambda begins_at: placement(32))
-            prefill_stops.settle(request, 0, is_loaded=False)
+            prefill_stops.end(request, 0, is_loaded=False)
             assert not hasattr(request, "shared_prefix_boundary")
     assert len([record for record in caplog.records if record.name == logger.name]) == 1
 

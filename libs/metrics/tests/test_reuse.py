@@ -73,7 +73,7 @@ def test_every_size_restores_as_much_as_an_exact_tier(
         chunks, states = names(b"chunk", path), names(b"state", path) if has_states else []
         ends = states[-1:]
         total += len(chunks)
-        estimator.ask(len(chunks) * CHUNK_TOKENS, chunks, states)
+        estimator.count_prompt(len(chunks) * CHUNK_TOKENS, chunks, states)
         estimator.use(chunks, ends)
         for multiple, tier in tiers.items():
             restored[multiple] += restored_chunks(tier, chunks, states)
@@ -98,7 +98,7 @@ def test_unique_prompts_and_looping_prompts_are_distinguished() -> None:
     unique = ReuseEstimator(capacity, chunk_bytes, CHUNK_TOKENS)
     for number in range(120):
         chunks = names(b"once", range(number * 100, number * 100 + num_chunks))
-        unique.ask(num_chunks * CHUNK_TOKENS, chunks)
+        unique.count_prompt(num_chunks * CHUNK_TOKENS, chunks)
         unique.use(chunks)
     assert unique.report().reused_tokens == 0
     assert unique.report().bytes_for(0.95) is None
@@ -107,7 +107,7 @@ def test_unique_prompts_and_looping_prompts_are_distinguished() -> None:
     for _ in range(3):
         for number in range(40):
             chunks = names(b"again", range(number * 100, number * 100 + num_chunks))
-            loop.ask(num_chunks * CHUNK_TOKENS, chunks)
+            loop.count_prompt(num_chunks * CHUNK_TOKENS, chunks)
             loop.use(chunks)
     report = loop.report()
     assert report.restored_tokens(capacity) == 0, "a loop larger than the tier restores nothing"
@@ -120,9 +120,9 @@ def test_reused_tokens_end_at_the_deepest_state() -> None:
     path = range(10)
     chunks, states = names(b"chunk", path), names(b"state", path)
     estimator.use(chunks, [states[3], states[7]])
-    estimator.ask(10 * CHUNK_TOKENS, chunks, states)
+    estimator.count_prompt(10 * CHUNK_TOKENS, chunks, states)
     assert estimator.report().reused_tokens == 8 * CHUNK_TOKENS
-    estimator.ask(7 * CHUNK_TOKENS, chunks[:7], states[:7])
+    estimator.count_prompt(7 * CHUNK_TOKENS, chunks[:7], states[:7])
     assert estimator.report().reused_tokens == (8 + 4) * CHUNK_TOKENS
 
 
@@ -135,7 +135,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         chunks = names(b"chunk", range(number * 20, number * 20 + 20))
         again = names(b"chunk", range(number // 2 * 20, number // 2 * 20 + chance.randrange(20)))
         for keys in (chunks, again):
-            estimator.ask(len(keys) * CHUNK_TOKENS, keys, keys)
+            estimator.count_prompt(len(keys) * CHUNK_TOKENS, keys, keys)
             estimator.use(keys, keys[-1:])
     assert len(estimator._chunks) <= 256 and len(estimator._states) <= 64
     assert len(estimator._epochs) <= reuse.MAX_EPOCHS
@@ -149,11 +149,11 @@ def test_fading_halves_counts_and_forgetting_keeps_them() -> None:
     estimator = ReuseEstimator(CAPACITY, CHUNK_BYTES, CHUNK_TOKENS)
     chunks = names(b"chunk", range(8))
     for _ in range(2):
-        estimator.ask(8 * CHUNK_TOKENS, chunks)
+        estimator.count_prompt(8 * CHUNK_TOKENS, chunks)
         estimator.use(chunks)
     assert estimator.report().reused_tokens == 8 * CHUNK_TOKENS
     estimator.fade()
     assert estimator.report().prompt_tokens == estimator.report().reused_tokens * 2 == 8 * CHUNK_TOKENS
     estimator.forget()
-    estimator.ask(8 * CHUNK_TOKENS, chunks)
+    estimator.count_prompt(8 * CHUNK_TOKENS, chunks)
     assert estimator.report().reused_tokens == 4 * CHUNK_TOKENS

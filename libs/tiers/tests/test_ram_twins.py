@@ -382,7 +382,7 @@ for first in range(0, count, 1000):
     index.reserve_all([(key, chunk) for key in keys])
     index.commit_all(keys)
 assert index.num_keys == count
-print(begun - before, resident() - before, index.most_index_bytes)
+print(begun - before, resident() - before, index.max_index_bytes)
 """
 
 

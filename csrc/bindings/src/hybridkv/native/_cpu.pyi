@@ -167,7 +167,7 @@ class GranuleLedger(Generic[_Answer, _Refusal, _Slot]):
     @property
     def max_keys(self) -> int: ...
     @property
-    def most_index_bytes(self) -> int:
+    def max_index_bytes(self) -> int:
         """Bytes of full tables. The system provides memory as it is used."""
 
     @property
@@ -249,7 +249,7 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
     @property
     def max_keys(self) -> int: ...
     @property
-    def most_index_bytes(self) -> int: ...
+    def max_index_bytes(self) -> int: ...
     @property
     def leftover_bytes(self) -> int: ...
     @property

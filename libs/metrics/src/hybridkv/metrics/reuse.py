@@ -116,7 +116,7 @@ class ReuseEstimator:
         self._requested_chunks = 0.0
         self._sampled_chunks = 0.0
 
-    def ask(self, prompt_tokens: int, chunks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
+    def count_prompt(self, prompt_tokens: int, chunks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
         """Measures the distances of a new prompt.
 
         Args:

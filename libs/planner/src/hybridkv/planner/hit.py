@@ -102,7 +102,7 @@ class _HitSearch:
         self._first_token = load_start if spec.cut_groups else read_start
         if ranges is None:
             scan = Scan(spec, lookup)
-            self._lookup: Lookup = scan.ask
+            self._lookup: Lookup = scan.answer
             self._ranges: RangeLookup = scan
         else:
             self._lookup, self._ranges = lookup, ranges

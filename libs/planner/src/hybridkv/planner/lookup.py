@@ -77,7 +77,7 @@ class Scan:
         # A search looks tails up again as boundaries fall, so with tails every answer is remembered.
         self._walks = [group.kind is GroupKind.FULL and spec.tail_tokens is None for group in spec.groups]
 
-    def ask(self, group_index: int, end_token: int) -> LookupResult:
+    def answer(self, group_index: int, end_token: int) -> LookupResult:
         """Answer for one key."""
         answers = self._answers[group_index]
         answer = answers.get(end_token)
@@ -95,7 +95,7 @@ class Scan:
         if self._walks[group_index] and not answers:
             return self._walk(group_index, first_end, last_end)
         for end_token in range(first_end, last_end + 1, self._chunk):
-            if (answers.get(end_token) or self.ask(group_index, end_token)) is _MISS:
+            if (answers.get(end_token) or self.answer(group_index, end_token)) is _MISS:
                 return (end_token - first_end) // self._chunk
         return max(0, (last_end - first_end) // self._chunk + 1)
 

@@ -31,7 +31,7 @@ class RamIndex(_Ledger):
     """A `TierIndex` over granules of host memory, with a change feed (`ReportsChanges`).
 
     Further methods: `find`, for any thread; `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
-    `most_index_bytes` is the most memory that it uses, for `max_keys` keys.
+    `max_index_bytes` is the most memory that it uses, for `max_keys` keys.
 
     Args:
         capacity_bytes: rounded down to whole granules. The media are `RamArena`s with the same two sizes.

@@ -64,7 +64,7 @@ class _StoppingRequest:
 class PrefillStops:
     """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
-    `begin`, `add_stops` and `settle` belong to one lookup of a request. The engine sets a boundary of its own just
+    `begin`, `add_stops` and `end` belong to one lookup of a request. The engine sets a boundary of its own just
     before each lookup, also when it repeats one after a preemption or a failed load. A request is dropped when it has
     no stop left, and when it ends.
 
@@ -87,7 +87,7 @@ class PrefillStops:
         Args:
             request: the request of the lookup.
             plan: returns the stops, given the tokens at which computation will start; that depends on which connector
-                loads. `settle` calls it, at most once.
+                loads. `end` calls it, at most once.
             loaded_tokens: boundary at which the request resumes if this connector loads, 0 for none. The state there is
                 worth keeping, so that the next request need not load it.
         """
@@ -98,7 +98,7 @@ class PrefillStops:
         if loaded_tokens:
             stopping.loaded.append(loaded_tokens)
 
-    def settle(self, request: Request, start_tokens: int, is_loaded: bool) -> None:
+    def end(self, request: Request, start_tokens: int, is_loaded: bool) -> None:
         """Ends a lookup and sets the first boundary.
 
         After a load the engine keeps the loaded state if the boundary is there. It cuts the first chunk at the boundary

@@ -254,7 +254,7 @@ class Selector:
         num_tokens, is_async = self._choose(request, computed_tokens)
         if num_tokens is not None:
             try:
-                self._prefill_stops.settle(request, computed_tokens + num_tokens, is_loaded=is_async)
+                self._prefill_stops.end(request, computed_tokens + num_tokens, is_loaded=is_async)
             except Exception:  # a child's error must not end the engine
                 logger.exception(
                     "request %s: no prefill stops, because a connector failed to plan them",

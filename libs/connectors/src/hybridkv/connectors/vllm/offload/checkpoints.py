@@ -250,7 +250,7 @@ class Checkpoints:
 
             self._prefill_stops.add_stops(request, plan, start if offered_tokens else 0)
         if self._is_alone:
-            self._prefill_stops.settle(request, start, is_loaded=offered_tokens > 0)
+            self._prefill_stops.end(request, start, is_loaded=offered_tokens > 0)
 
     def _keeps_end(self, num_prompt_tokens: int) -> bool:
         """Whether the engine itself hands over the state from which the same prompt would resume."""

@@ -96,7 +96,7 @@ class ReuseMeter:
             keys.between(group, 0, num_chunks) if group is not None and num_chunks else ()
             for group in (self._attention, self._states)
         )
-        self._estimator.ask(num_tokens, chunks, states)
+        self._estimator.count_prompt(num_tokens, chunks, states)
 
     def _use(self, tracked: TrackedRequest) -> None:
         self._admitted.discard(tracked.request_id)

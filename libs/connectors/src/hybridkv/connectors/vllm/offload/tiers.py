@@ -167,7 +167,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
     logger.info(
         "HybridOffloadConnector: host memory: index of %d records takes up to %.1f MiB",
         primary.max_keys,
-        primary.most_index_bytes / 2**20,
+        primary.max_index_bytes / 2**20,
     )
     secondary = secondary_tiers(config, layout, fingerprint, primary)
     return TierStack(primary, secondary, layout.world_size, clock)

@@ -131,8 +131,8 @@ class RecordTable:
         return self._ledger.max_keys
 
     @property
-    def most_index_bytes(self) -> int:
-        return self._ledger.most_index_bytes
+    def max_index_bytes(self) -> int:
+        return self._ledger.max_index_bytes
 
     def find(self, key: Key) -> Record | None:
         row = self._ledger.find(key)

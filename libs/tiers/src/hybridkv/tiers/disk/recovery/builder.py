@@ -99,7 +99,7 @@ def _build_store(
         "opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
         records.max_keys,
-        records.most_index_bytes / 2**20,
+        records.max_index_bytes / 2**20,
         records.num_keys,
         records.used_bytes / 2**20,
         sizes.usable_bytes / 2**20,

@@ -20,7 +20,7 @@ from harness import Engine
 PAUSE_S = 0.001
 
 
-class ToldProcess:
+class DrivenProcess:
     """One process of this interpreter.
 
     Args:
