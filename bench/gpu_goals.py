@@ -39,7 +39,7 @@ from hybridkv.connectors.vllm.common.copies.devices import EngineDevice
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
-from hybridkv.transfer.runs import AddressSpans
+from hybridkv.transfer.runs import ROW_WORDS, AddressSpans
 
 MIB = 1 << 20
 FRAGMENT_BYTES = tuple(512 << power for power in range(13))
@@ -479,8 +479,13 @@ def _first_failure(is_store: bool, arena: RamArena, chunks: list[tuple[bytes, Sl
     return next((str(failure) for failure in failures if failure is not None), None)
 
 
+def part_of(runs: CopyRuns, rows: np.ndarray) -> CopyRuns:  # type: ignore[type-arg]
+    return CopyRuns.of_rows(rows.reshape(-1), int(rows[:, 5].sum()), int(rows[:, 4] @ rows[:, 5]), runs.spans)
+
+
 def queued_copies(way: Way, is_store: bool, runs: CopyRuns) -> QueuedCopies:
-    parts = runs.split(CHECKED_JOBS)
+    table = runs.rows.reshape(-1, ROW_WORDS)
+    parts = [part_of(runs, rows) for rows in np.array_split(table, CHECKED_JOBS)]
     begins = np.cumsum([0, *(part.total_bytes for part in parts)]).tolist()
     chunks = [
         [(b"chunk", Slot(((at, min(CHUNK_BYTES, end - at)),))) for at in range(begin, end, CHUNK_BYTES)]

@@ -26,7 +26,6 @@ from hybridkv.transfer import (
     JobId,
     RecordDigests,
     StreamCopyEngine,
-    queued,
 )
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine
 
@@ -41,7 +40,6 @@ def lazy_device() -> LazyDevice:
 ENGINES: dict[str, Callable[[], CopyEngine]] = {
     "inline": InlineCopyEngine,
     "one thread": CpuCopyEngine,
-    "three threads": lambda: CpuCopyEngine(num_threads=3),
     "simulated gpu": lambda: CudaCopyEngine(SimulatedDevice()),
     "simulated gpu, inline": lambda: InlineCudaCopyEngine(SimulatedDevice()),
     "streams": lambda: StreamCopyEngine(lazy_device()),
@@ -50,8 +48,7 @@ ENGINES: dict[str, Callable[[], CopyEngine]] = {
 
 
 @pytest.fixture(params=list(ENGINES))
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyEngine]:
-    monkeypatch.setattr(queued, "SHARED_JOB_BYTES", 1)
+def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
     made = ENGINES[request.param]()
     yield made
     made.close()
@@ -368,7 +365,6 @@ def test_a_full_engine_refuses_a_job_without_side_effects(make: type[CpuCopyEngi
     engine.close()
 
 
-@pytest.mark.parametrize("arguments", [{"num_threads": 0}, {"max_queued_jobs": 0}])
-def test_an_engine_needs_threads_and_a_queue(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected a number >= 1"):
-        CpuCopyEngine(**arguments)  # type: ignore[arg-type]
+def test_an_engine_needs_a_queue() -> None:
+    with pytest.raises(ValueError, match="max_queued_jobs: expected a number >= 1"):
+        CpuCopyEngine(max_queued_jobs=0)

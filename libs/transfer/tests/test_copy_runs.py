@@ -46,15 +46,6 @@ def test_coalescing_keeps_every_byte_and_joins_all_adjacent_runs(runs: CopyRuns)
 
 
 @given(copy_runs(), st.integers(min_value=1, max_value=20))
-def test_splitting_keeps_every_byte_in_parts_of_nearly_equal_size(runs: CopyRuns, num_parts: int) -> None:
-    parts = runs.split(num_parts)
-    assert [pair for part in parts for pair in byte_pairs(part)] == byte_pairs(runs)
-    assert len(parts) == min(num_parts, runs.total_bytes)
-    sizes = [part.total_bytes for part in parts]
-    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
-
-
-@given(copy_runs(), st.integers(min_value=1, max_value=20))
 def test_cut_at_multiples_leaves_no_run_across_a_multiple(runs: CopyRuns, step: int) -> None:
     pieces = runs.cut_at_multiples(step)
     assert byte_pairs(pieces) == byte_pairs(runs)
@@ -141,7 +132,7 @@ def test_contain_all_is_exact_or_unknown(drawn: list[tuple[int, int]], start: in
 
 def test_an_empty_list_of_runs_is_valid() -> None:
     empty = CopyRuns.empty()
-    assert (len(empty), empty.total_bytes, empty.split(3)) == (0, 0, [])
+    assert (len(empty), empty.total_bytes) == (0, 0)
     assert empty.coalesce().triples() == []
 
 

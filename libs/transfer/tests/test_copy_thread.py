@@ -131,7 +131,7 @@ def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: Engi
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: CpuCopyEngine(num_threads=3),
+        CpuCopyEngine,
         lambda: StreamCopyEngine(LazyDevice(lambda below: 0)),
         lambda: CudaCopyEngine(SimulatedDevice()),
     ],

@@ -10,14 +10,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 - a copy of memory waits for nothing
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.jobs import Copier, Job, copy_runs, describe, execute
 from hybridkv.transfer.memory import RegisteredRanges
-from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
+from hybridkv.transfer.runs import CopyEngineError
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +24,6 @@ CLOSED = "the copy engine was closed before the job began"
 
 EXIT_TIMEOUT_S = 30.0
 """The interpreter's exit waits this long for running jobs. A hook that hangs must not block it forever."""
-
-SHARED_JOB_BYTES = 4 * 1024 * 1024
-"""Smaller jobs are not split between threads."""
-
 
 Prepared = TypeVar("Prepared")
 """Value that `on_submit` returns for a job."""
@@ -132,14 +127,16 @@ class JobQueue(ABC, Generic[Prepared]):
             self._changed.notify_all()
 
 
-class QueuedCopyEngine(JobQueue[Copier]):
-    """A `JobQueue` that copies each job on its thread before it starts the next.
+class CpuCopyEngine(JobQueue[Copier]):
+    """A `CopyEngine` for host memory: copies each job on its thread before it starts the next.
 
-    `copier` is called in `submit`, on the caller's thread. It returns the function that copies the runs of this job.
+    Args:
+        clock: returns seconds.
+        max_queued_jobs: limit of jobs that were submitted and not polled yet; `ValueError` below 1.
     """
 
-    def __init__(self, copier: Callable[[], Copier], clock: Callable[[], float], max_queued_jobs: int) -> None:
-        super().__init__(copier, clock, max_queued_jobs)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024) -> None:
+        super().__init__(lambda: copy_runs, clock, max_queued_jobs)
 
     def _run_job(self, job: Job, prepared: Copier) -> None:
         try:
@@ -147,43 +144,6 @@ class QueuedCopyEngine(JobQueue[Copier]):
         except BaseException as error:  # the thread must survive, or all later jobs would hang
             result = job.failed(describe(error))
         self._finish(result)
-
-
-class CpuCopyEngine(QueuedCopyEngine):
-    """A `CopyEngine` for host memory. With more threads, the runs of one large job are split between them.
-
-    Args:
-        num_threads: threads that copy, at least 1. The first starts now.
-        clock: returns seconds.
-        max_queued_jobs: limit of jobs that were submitted and not polled yet, at least 1.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
-
-    def __init__(
-        self, num_threads: int = 1, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024
-    ) -> None:
-        if num_threads < 1:
-            raise ValueError(f"num_threads: expected a number >= 1, got {num_threads}")
-        self._num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads - 1, "hybridkv-copy-helper") if num_threads > 1 else None
-        super().__init__(lambda: self._copy, clock, max_queued_jobs)
-
-    def close(self) -> None:
-        super().close()
-        if self._helpers is not None:
-            self._helpers.shutdown()
-
-    def _copy(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
-        if self._helpers is None or runs.total_bytes < SHARED_JOB_BYTES:
-            return copy_runs(runs, record_ends)
-        first, *others = runs.split(self._num_threads)
-        shared = [self._helpers.submit(copy_runs, part) for part in others]
-        copy_runs(first)
-        for future in shared:
-            future.result()
-        return None  # no digests: a record can be split between threads
 
 
 # Open engines: their threads refer to them until they are closed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -224,23 +223,6 @@ class CopyRuns:
                 into_run = range(num_bytes - int(offsets[run]), int(self.num_bytes[run]), num_bytes)
                 cuts += [int(begins[run]) + position for position in into_run]
         return self._cut_at(np.array(cuts, dtype=np.int64)) if cuts else self
-
-    def split(self, num_parts: int) -> list[CopyRuns]:
-        """Split into at most `num_parts` non-empty parts of nearly equal bytes. Cuts runs if needed."""
-        if num_parts < 1:
-            raise RunsError(f"num_parts: expected a number >= 1, got {num_parts}")
-        if not len(self):
-            return []
-        total = self.total_bytes
-        num_parts = min(num_parts, total)
-        cuts = np.array([total * part // num_parts for part in range(1, num_parts)], dtype=np.int64)
-        pieces = self._cut_at(cuts)
-        ends = np.searchsorted(np.cumsum(pieces.num_bytes), cuts) + 1
-        bounds = [0, *ends.tolist(), len(pieces)]
-        return [pieces._slice(first, last) for first, last in itertools.pairwise(bounds)]
-
-    def _slice(self, first: int, last: int) -> CopyRuns:
-        return CopyRuns(self.sources[first:last], self.destinations[first:last], self.num_bytes[first:last])
 
     def _cut_at(self, positions: Integers) -> CopyRuns:
         """Cut runs at these byte positions, counted over all runs. Each position is below the total."""
