@@ -101,7 +101,7 @@ def test_an_error_disables_the_estimate_and_fails_no_request(
     def fail(*arguments: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(reuse.ReuseEstimator, "ask", fail)
+    monkeypatch.setattr(reuse.ReuseEstimator, "count_prompt", fail)
     with caplog.at_level(logging.ERROR, logger="vllm.hybridkv.scheduler"):
         run = Run(QWEN3_NEXT, 64 << 20, prompts(QWEN3_NEXT, again=True))
     assert run.restored_share > 0.6
