@@ -122,6 +122,11 @@ _MLA_SIZES: Final[dict[str, Any]] = {
     "first_k_dense_replace": 3,
 }
 
+_NO_ROTARY_KERNEL: Final[dict[str, Any]] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""vLLM's kernel for CPUs uses the last stride but one as the stride of a token. Some models pass it tensors of tokens,
+heads and numbers, where that is the stride of a head.
+"""
+
 FAMILIES: Final[tuple[Family, ...]] = (
     Family("llama", "Llama", _from_transformers("llama")),
     Family(
@@ -236,8 +241,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
             block_auto_adjust_ff_dim=False,
         ),
         note="states are of short convolutions; without vLLM's kernel for rotary embeddings, see below",
-        # The CPU's kernel takes the last stride but one for that of a token. LFM2 hands it tokens by heads by numbers.
-        needs={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+        needs=_NO_ROTARY_KERNEL,
     ),
     Family(
         "qwen3-next",
@@ -330,6 +334,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         resumable=Resumable.WITH_AMX,
         refusal="without AMX",
         note="dense",
+        needs=_NO_ROTARY_KERNEL,
     ),
     Family(
         "mla-reference",

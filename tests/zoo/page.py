@@ -32,9 +32,9 @@ _STEPS = """\
 Without a connector (`//tests/zoo:steps_test`), steps of other sizes and other requests in the batch change
 log-probabilities by at most 0.001 in float32, and of Qwen3-Next in bfloat16 by at most 0.3.
 
-LFM2 needs `--compilation-config '{"custom_ops": ["-rotary_embedding"]}'` (or `["none"]`). With the kernel for rotary
-embeddings of vLLM 0.32's CPU build its answers depend on the size of steps and on the batch, also without a
-connector."""
+LFM2, and DeepSeek-V3 with AMX, need `--compilation-config '{"custom_ops": ["-rotary_embedding"]}'` (or `["none"]`).
+With the kernel for rotary embeddings of vLLM 0.32's CPU build their answers depend on the size of steps and on the
+batch, also without a connector."""
 _REFUSED = """\
 ## Refused
 

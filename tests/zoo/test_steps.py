@@ -53,7 +53,11 @@ def test_the_output_of_a_family_does_not_depend_on_step_sizes(family: Family, di
     assert found <= TOLERANCES[family.arguments["dtype"]]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.needs], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if family.needs and family.served_here(trials.has_amx())],
+    ids=lambda family: family.name,
+)
 def test_a_family_that_needs_a_setting_depends_on_step_sizes_without_it(family: Family, directory: Path) -> None:
     """The control. If it fails, vLLM has fixed the defect: remove the setting, and its description on the page."""
     found = farthest(family, directory, {name: {} for name in family.needs})
@@ -62,7 +66,7 @@ def test_a_family_that_needs_a_setting_depends_on_step_sizes_without_it(family: 
 
 
 def test_the_cpu_rotary_kernel_is_wrong_if_heads_are_a_dimension(directory: Path) -> None:
-    """The reason for LFM2's setting. Its tokens overlap, so the output depends on their number in a step."""
+    """The reason for the setting of two families: tokens overlap, so the output depends on their number in a step."""
     from vllm._custom_ops import rotary_embedding
     from vllm.platforms import current_platform
 

@@ -84,8 +84,9 @@ def test_a_new_server_reads_the_disk_of_the_old_one_and_a_changed_byte_is_found(
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
+        assert eventually(lambda: isinstance(rig.connection.state, Down))
         site.start()
-        assert eventually(lambda: rig.connection.ready is not None)
+        rig.ready()
         ended, found, states = rig.retrieve(digests)
         assert ended == CallAnswer(None), "the server reports success"
         assert (
@@ -120,6 +121,8 @@ def test_a_server_killed_during_calls_ends_every_call_and_serves_again(site: Ser
         assert len(ended) == 4
         assert all(isinstance(each, CallFailure) and each.trouble in MAY_HAPPEN | NEVER_LEFT for each in ended), ended
         instance = rig.pool.instance
+        # A heartbeat that is still waiting would find a server that starts soon.
+        assert eventually(lambda: isinstance(rig.connection.state, Down))
         site.start()
         rig.ready()
         assert rig.pool.instance != instance, "in-flight calls use the old memory"
