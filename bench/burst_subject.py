@@ -1,8 +1,7 @@
-"""Share of a burst of prompts that a disk tier keeps: tokens that can be resumed from it over tokens that fit.
+"""Share of a burst of prompts that a disk tier keeps: tokens that requests can resume from it, over tokens that fit.
 
-The model has only full attention, and the chunks of a prompt form a chain: its first missing chunk ends the part that
-can be resumed. Host memory holds the whole burst, so only the cascade and the disk limit the result. Steps run without
-pauses.
+The model has only full attention, so a prompt can be resumed up to its first missing chunk. Host memory holds the whole
+burst, so only the cascade and the disk limit the result. Steps run without pauses.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def measure(path: Path, capacity_bytes: int, offered_bytes: int, is_paced: bool)
 
 
 def bursts(root: Path, capacities: tuple[int, ...], largest_offer_bytes: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Offers twice each capacity, at most `largest_offer_bytes`: all prompts at once, and prompt by prompt."""
+    """Offers twice each capacity, but at most `largest_offer_bytes`: all prompts at once, and one by one."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for capacity_bytes in capacities:
         offered_bytes = min(2 * capacity_bytes, largest_offer_bytes)

@@ -2,27 +2,28 @@
 
     tools/bazel run //bench:checkpoint_cost -- [--lengths N...] [--rounds N] [--json FILE]
 
-Measures seconds to the first token, in engines that are separate processes and run one at a time, in turns. All tokens
+Measures seconds to the first token. Each engine is a separate process; engines run one at a time, in turns. All tokens
 are new, except for these shared parts:
 - `cold`: a new prompt.
 - `second`: shares three quarters with the first prompt. No engine can resume it, because no state is stored there; with
-  `checkpoints: auto` it stops there, so that a state is stored.
+  `checkpoints: auto`, the prefill stops there to store a state.
 - `later`: a third prompt that shares the same part. Before each prompt the engine drops its own prefix cache.
 
 Engines: `auto` and `off` are HybridOffloadConnector with and without stops; `off again` is a second engine with the
-configuration of `off`, and its difference from `off` is the noise; `vllm` is vLLM's OffloadingConnector, with copies
-for the CPU; `alone` has no connector and recomputes. A ratio is the median over rounds of an engine's time over that of
+configuration of `off`, so its difference from `off` is the noise; `vllm` is vLLM's OffloadingConnector, with copies for
+the CPU; `alone` has no connector and recomputes. A ratio is the median over rounds of an engine's time over that of
 `off` (for `later` also over that of `auto`) in the same round, with its quartiles in brackets.
 
-`in one engine` is the cost of stops to prompts that share nothing with any other prompt, after some that did: two such
-prompts in each round, one with stops and one without, in one process, because two processes differ by more than a step.
+`in one engine` is the cost of stops to prompts that share nothing with any other prompt, after prompts that did share
+parts. Each round has two such prompts, one with stops and one without, in one process, because the difference between
+two processes is larger than a step.
 
 `crowded` tests whether the store keeps the states of stops. An engine with room for a few prompts gets prompts that
-share nothing or three quarters with an earlier one. After each prompt, and without the engine's own cache, it gets one
-more prompt for each new stop, which branches there: the state was kept if this prompt resumes at the stop.
+share nothing or three quarters with an earlier one. After each prompt, the engine drops its own cache and gets one
+more prompt for each new stop. This prompt branches at the stop: the state was kept if the prompt resumes there.
 
-The model is random and small (layers of Qwen3-Next, blocks of 128 tokens), so a step has the cost of a CPU. Not
-measured: a GPU, several requests at a time, answers.
+The model is random and small (layers of Qwen3-Next, blocks of 128 tokens) and runs on a CPU. Not measured:
+a GPU, several requests at a time, answers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ TIMES = ("cold", "second", "later")
 ARGUMENTS = {"max_num_batched_tokens": 2048, "num_gpu_blocks_override": 512}
 LEARNED_FAMILIES = 8
 ALONE = 4
-"""Pairs of prompts in one engine for each round of all engines."""
+"""Pairs of prompts of `in one engine`, for each round of all engines."""
 CROWDED_PROMPTS = 24
 CROWDED_TOKENS = 2049
 CROWDED_ROOM = "24MiB"
@@ -89,7 +90,7 @@ class Turn(NamedTuple):
 
 
 def prompt_of(num_tokens: int, *names: tuple[str, int]) -> list[int]:
-    """Random tokens. Each (name, end) gives the tokens up to `end`, seeded by the name."""
+    """Random tokens. Each (name, end) adds tokens up to `end`, with the name as seed."""
     tokens: list[int] = []
     for name, end in names:
         tokens += random.Random(name).choices(VOCABULARY, k=end - len(tokens))
@@ -236,7 +237,7 @@ def show(num_tokens: int, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def machine(load_before: float) -> dict[str, Any]:
-    """Machine and versions of the figures."""
+    """Machine and versions, for the results."""
     return {
         "cores": os.cpu_count(),
         "kernel": platform.release(),

@@ -4,7 +4,7 @@ Part of `cpu_copy.py`, which runs and prints it. Copies 256 of 1,024 blocks, in 
 pages of 32 KiB. An engine keeps all layers of a block together (vLLM's BLHNC, `block-outer`) or each layer separately
 (LBHNC, `layer-outer`). The blocks are scattered, as in an engine that has run for some time, or in a row, as after a
 start. `store` is `MemoryCopier.copy_and_digest` with a record for each chunk, `load` is `MemoryCopier.copy`, both with
-coalesced runs, in thread CPU time. `lower` is the time to create those runs in Python. All rows alternate in each
+coalesced runs, in thread CPU time. `lower` is the time to create these runs in Python. All rows alternate in each
 round.
 """
 

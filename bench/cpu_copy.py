@@ -10,9 +10,9 @@ of the same bytes by the C library.
 
 Variants: `hybridkv` is `MemoryCopier.copy` with the best instructions; `hybridkv avx2` and `scalar` use older ones;
 `hybridkv checksum` also computes the XXH3-128 of each record of 1 MiB, or of one page if that is larger, and `checksum
-of pages` that of each page; `hybridkv, then checksum` reads the written bytes again to compute the digests of the
-records. `torch int64` handles pages as int64, which is faster in torch; `index_select` and `numpy take` only gather,
-`index_copy_` only scatters.
+of pages` computes the digest of each page; `hybridkv, then checksum` reads the written bytes again to compute the
+digests of the records. `torch int64` handles pages as int64, which is faster in torch; `index_select` and `numpy take`
+only gather, `index_copy_` only scatters.
 
 `chunks` copies whole chunks, in the old and the new order of their bytes; see `chunk_order.py`.
 

@@ -5,7 +5,7 @@ index; the memory of a whole `DiskIndex` that has stored them, and of another on
 its peak during the start; and the time of `DiskIndex(...)` until it answers lookups. A record has one page of payload,
 so a million records take 8 GiB of files. Only the heads of segments are written and read.
 
-Not measured: payloads. A start verifies none; each is verified when it is loaded.
+Not measured: payloads. A start verifies no payload; a load verifies its payload.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 collections, memory.
 
 Measures CPU time of the calling thread and wall time of `close` and `clear`; the longest pauses of a thread that only
-looks keys up, while a snapshot is written and while the memory of a `clear` is freed; the time of Python's garbage
+looks up keys, while a snapshot is written and while the memory of a `clear` is freed; the time of Python's garbage
 collector for its oldest generation; and the memory of a snapshot. A pause is the CPU time of all other threads of this
 process between two answers, so other processes of the machine do not count.
 
@@ -34,14 +34,14 @@ NUM_PAUSES = 8
 
 
 class SparseFiles(FileIO):
-    """Segments without disk space, because they are never written."""
+    """Segments without disk space. They are never written."""
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         self.truncate(fd, num_bytes)
 
 
 class Clock:
-    """The monotonic clock plus `ahead_s`, with which a caller skips an interval."""
+    """Monotonic clock plus `ahead_s`. A caller raises `ahead_s` to skip an interval."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -121,7 +121,7 @@ def fill(index: DiskIndex, keys: list[bytes]) -> float:
 
 
 def collection_s() -> float:
-    """Seconds of a full garbage collection: the second in a row, which finds no garbage."""
+    """Seconds of a full garbage collection without garbage: the second of two."""
     gc.collect()
     started_s = time.thread_time()
     gc.collect()

@@ -14,7 +14,7 @@ from hybridkv.tiers import Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 
 POLL_INTERVAL_S = 0.0005
-"""An engine polls once in a step, which is less often."""
+"""An engine polls less often: once in a step."""
 RECORDS = (10_000, 100_000, 1_000_000)
 SEGMENTS = (1, 100, 4000)
 """Numbers of segments for the CPU time of the scheduler's thread."""
@@ -150,7 +150,7 @@ def reopen_s(path: Path, options: DiskOptions, count: int) -> float:
 def scheduler_cpu(root: Path) -> dict[str, float]:
     """CPU microseconds of the calling thread for `reserve` and `commit` of a record, by number of segments.
 
-    Without the janitor's thread and the medium: no byte is written. No record is evicted, because all fit.
+    Runs without the janitor's thread and without the medium: no byte is written. No record is evicted, because all fit.
     """
     page = 4096
     segment_bytes = 2 * page + RECORDS_IN_SEGMENT * 2 * page

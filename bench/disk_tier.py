@@ -3,8 +3,8 @@ SQLite.
 
 Measures GB/s of payload in wall time, from memory to the file system and back, in one run on one directory. The
 subjects alternate in every round. The tier, vLLM's files and fio bypass the page cache if the file system allows it;
-SQLite cannot. No subject calls fsync. Only the tier computes a checksum of every stored byte and verifies that of every
-loaded byte. fio moves the same sizes with the same number of calls in flight.
+SQLite cannot. No subject calls fsync. Only the tier computes checksums of all stored bytes and verifies them for all
+loaded bytes. fio moves the same sizes with the same number of calls in flight.
 
 Not measured: durability, other file systems, other load on the disk. The host of a virtual machine caches its disk, so
 only ratios within one run are valid.
@@ -42,9 +42,9 @@ from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 from hybridkv.native import has_uring
 
 DEPTH = 4
-"""Calls in flight: of the tier, the iodepth of fio, the threads of vLLM's files."""
+"""Calls in flight of the tier, iodepth of fio, and threads of vLLM's files."""
 CAPACITY_BYTES = 64 << 30
-"""Capacity of the tier, more than it uses: segments then have the size that they have in a usual store."""
+"""Capacity of the tier. It is larger than needed, so that segments have their usual size."""
 SIZES = (64 << 10, 320 << 10, 2 << 20)
 OPERATIONS = ("store", "load in order", "load at random")
 Timed = Callable[[Path, int, int], dict[str, float]]
@@ -86,7 +86,7 @@ def orders(count: int) -> dict[str, list[int]]:
 
 
 def files(directory: Path, size: int, count: int) -> dict[str, float]:
-    """Seconds of vLLM's own functions, with a batch for each of `DEPTH` threads."""
+    """Seconds of vLLM's own functions, with one batch for each of `DEPTH` threads."""
     memory = memoryview(filled(size * count))
     direct = probe_o_direct(str(directory))
     paths = [str(directory / f"{key.hex()[:3]}" / f"{key.hex()}.bin") for key in keys(count)]

@@ -4,7 +4,7 @@
 
 Measures seconds from a request to its first token in an engine's process. Prompts share nothing and have one output
 token each:
-- `plain`: the connector is removed from the engine. `again` is the same once more: its difference is the noise.
+- `plain`: the connector is removed from the engine. `again` repeats this: the difference is the noise.
 - `never`: with the connector, for a request with the hint `store: false`; no chunk is ever found.
 - `storing`: a new prompt, with the connector.
 - `own`: the prompt of `plain` again, without the connector: a hit in the engine's own prefix cache.
@@ -20,13 +20,13 @@ times a copy of the loaded bytes; for a hit on disk also plus 1.2 times a read o
 without the page cache, by as many threads as the tier has calls in flight. Copy and read are measured in each round. A
 ratio is the median over rounds, with its quartiles in brackets; `all` divides the sums over all rounds. The results
 also have processor time of the engine's thread, and its part in the connector. Other load of the machine hardly changes
-these, but they contain neither waits, nor other threads, nor the engine's own work for a connector.
+these times, but they do not include waits, other threads, or the engine's own work for a connector.
 
 Models are random and small: `gemma3` has five windows and one full attention, `qwen3-next` six recurrent layers and two
 of full attention, `gpt-oss` four windows and four layers of full attention. Host memory has room for a few prompts and
 is filled before the first round, which is not counted. So stores write to memory that the operating system has already
-provided, and evict; except with a disk, where host memory is emptied in each round. With `--fresh`, host memory has
-room for all prompts and is not filled: each store is the first to touch its memory.
+provided, and evict chunks. This is not true with a disk, because host memory is emptied in each round. With `--fresh`,
+host memory has room for all prompts and is not filled: each store is the first to touch its memory.
 
 Not measured: a GPU, several requests at a time, answers, prompts that share a part.
 """
@@ -53,13 +53,13 @@ ALONE, RAM, DISK = "alone", "ram", "ram+disk"
 COLD = ("plain", "again", "never", "storing")
 NO_STORE = {"store": False}
 GOALS = {"never": 1.01, "storing": 1.03}
-"""Limits for ratios over `plain`."""
+"""Limits for the ratios of times to `plain`."""
 SPARE = 1.2
 """Factor for the time of a copy or a read of the bytes in the limit of a hit."""
 NUM_STEPS = 8
 READ_BYTES = 1 << 20
 READ_THREADS = 8
-"""As many as the tier has calls in flight."""
+"""Number of threads that read; equal to the tier's calls in flight."""
 NUM_READS = 3
 ROOM, FRESH_ROOM = "128MiB", "8GiB"
 """Capacities of host memory."""
@@ -103,7 +103,7 @@ class Subject:
     Args:
         engine: process of `ttft_engine.py`.
         disk: directory on the disk of the connector's disk tier; None without such a tier.
-        name: seed of its prompts.
+        name: seed of the prompts.
     """
 
     def __init__(self, engine: DrivenProcess, disk: Path | None, name: str) -> None:
@@ -173,7 +173,7 @@ def read_seconds(directory: Path, num_bytes: int) -> float:
     finally:
         os.close(descriptor)
         path.unlink()
-    return statistics.median(times_s[1:])  # the first one touches the memory
+    return statistics.median(times_s[1:])  # the first read touches the memory
 
 
 Rounds = Sequence[Mapping[str, Mapping[str, Any]]]

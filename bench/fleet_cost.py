@@ -8,9 +8,9 @@ tier over a directory.
 
 Modelled: requests arrive at the times of the trace. An engine computes missing tokens at `--tokens-per-second`, and
 stores after each step of 8,192 tokens; manifests are visible 0.2 s later. Each engine gets `--tokens-per-second` of
-prompts. The trace, or a sample of its conversations, is a part of that load; the rest, prompts that share nothing with
-it, only fills host memory. With round robin, each request goes to a random engine. Affinity sends it
-to the engine that served the longest part of its prefix, if that is at least half of the prompt.
+prompts. The trace, or a sample of its conversations, is a part of this load. The rest of the load only fills host
+memory with prompts that share nothing with the trace. With round robin, each request goes to a random engine. With
+affinity, it goes to the engine that served the longest part of its prefix, if this part is at least half of the prompt.
 
 Not modelled: answers; the engine's own cache; disks; failures, retries and refusals of the store; renewals and expiry;
 budgets; time that requests wait for each other, for lookups or for reads; parts of a chunk; ranks (packs and range
@@ -87,7 +87,7 @@ def sample(requests: Sequence[TimedRequest], share: float) -> list[TimedRequest]
 
 
 def burst(num_engines: int, seconds: float) -> list[TimedRequest]:
-    """Prompts with one new beginning, in random order of time."""
+    """Prompts with one common new beginning, at random times."""
     rng = random.Random(2)
     num = num_engines * BURST_PER_ENGINE
     times = sorted(rng.uniform(0, seconds) for _ in range(num))
@@ -118,8 +118,9 @@ def row_of(
 ) -> dict[str, Any]:
     """Result of one run.
 
-    `per_million` and `dollars` are of prompt tokens; `dollars_per_restored_million` of tokens that the store restored
-    and host memory would not have. `engines_for_one_prefix` reach S3's limit for one prefix of a bucket.
+    `per_million` and `dollars` are for a million prompt tokens. `dollars_per_restored_million` is for a million tokens
+    that only the store restored, not host memory. `engines_for_one_prefix` engines reach S3's limit for one prefix of a
+    bucket.
     """
     counts, kept_bytes = store.counts, store.kept_bytes
     millions = counts.total_tokens / 1e6

@@ -1,7 +1,7 @@
 """Simulation of engines that share an object store: real indexes, names and manifests, no bytes and no threads.
 
-Each engine has a `RamIndex` over an `ObjectIndex`, as in a connector. `SimulatedClient` stands in for the manifest
-store: it searches with the same `find_last`, builds manifests with the same `Paths` and the same encoder, and counts
+Each engine has a `RamIndex` over an `ObjectIndex`, as in a connector. `SimulatedClient` replaces the manifest store: it
+searches with the same `find_last`, builds manifests with the same `Paths` and the same encoder, and counts
 the requests that the manifest store and the medium would send.
 """
 
@@ -36,7 +36,7 @@ FULL, WINDOW = b"f" * TAG_BYTES, b"w" * TAG_BYTES
 NAMESPACE: Final = namespace_of("simulated", 0)
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 FILLERS: Final = 64
-"""Parts of host memory that other load fills at a time."""
+"""Other load fills this part of host memory (1 / FILLERS) at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,15 @@ class FleetSettings:
 
     Args:
         num_engines: number of engines.
-        cascades_all: `cascade` is "all"; else "reused".
+        cascades_all: `cascade` is "all" if true, else "reused".
         by_affinity: requests go to the engine that served the longest part of their prefix, if that is at least half of
             the prompt; else, and without affinity, to a random one.
         chunk_tokens: tokens in a chunk.
         full_bytes: bytes of a full-attention chunk.
         window_bytes: bytes of the window that ends at a chunk; 0: no such group.
         ram_bytes: host memory of an engine.
-        tokens_per_s: prompt tokens that arrive at each engine, and that it computes, in one second.
+        tokens_per_s: prompt tokens that arrive at each engine in one second, and that each engine can compute in one
+            second.
         step_tokens: tokens of one prefill step. Each step stores one batch.
         put_s: seconds from the end of a step until its manifests are visible.
     """
@@ -95,7 +96,7 @@ class FleetCounts:
     """Stored chunks that a manifest of another engine lists."""
     total_tokens: int = 0
     ram_tokens: int = 0
-    """Tokens that the engine's own memory alone would restore."""
+    """Tokens that host memory alone would restore."""
     hit_tokens: int = 0
 
     @property
@@ -139,7 +140,7 @@ class SimulatedStore:
 
 
 class SimulatedClient:
-    """`ObjectClient` of one engine. Answers at once; a lookup sees the manifests of this moment.
+    """`ObjectClient` of one engine. Answers at once, from the current manifests.
 
     The rules are those of `ManifestStore`, without failures, renewals and epochs.
     """
@@ -229,7 +230,7 @@ class SimulatedClient:
 
 
 def count_reads(slots: Iterable[ObjectSlot]) -> Counter[str]:
-    """Range reads of a load, by pack: the rule of `ObjectMedium`."""
+    """Number of range reads of a load, by pack, counted as in `ObjectMedium`."""
     reads: Counter[str] = Counter()
     first = end = 0
     pack = ""
@@ -276,8 +277,8 @@ class SimulatedEngine:
 
     Args:
         settings: the fleet.
-        store: counts requests.
-        clock: seconds.
+        store: store that counts the requests.
+        clock: returns seconds.
         index: index of the store; None for a simulated one.
     """
 
@@ -321,7 +322,8 @@ class SimulatedEngine:
         return next((place for place in range(held, 0, -1) if has(prompt.window[place - 1])), 0)
 
     def begin(self, prompt: Prompt) -> tuple[int, list[Key]]:
-        """Look up a prompt and load its hit. Returns the restored chunks, and the keys that it found in host memory."""
+        """Look up a prompt and load its hit. Returns the number of restored chunks, and the keys found in host
+        memory."""
         counts, ram, index = self._store.counts, self.ram, self.index
         end = (prompt.num_tokens - 1) // self._settings.chunk_tokens
         path = prompt.chunks(0, len(prompt.full))
@@ -361,13 +363,13 @@ class SimulatedEngine:
 
     def store(self, prompt: Prompt, first: int, stop: int, met: Sequence[Key]) -> list[Key]:
         """End a step: keep its chunks in host memory, and send chunks to the store by the policy. Returns the keys
-        that `commit` must end.
+        for `commit`.
 
         Args:
             prompt: the prompt.
             first: first chunk of the step.
             stop: chunk after the last one.
-            met: keys of the prompt that its beginning found in host memory; empty after the first step.
+            met: keys that `begin` found in host memory; empty after the first step.
         """
         counts, index = self._store.counts, self.index
         new = prompt.chunks(first, stop)
@@ -411,7 +413,7 @@ def run_fleet(
         requests: the requests.
         settings: the fleet.
         trace_chunk_tokens: tokens of one of the trace's chunks, a multiple of the fleet's.
-        load_share: these requests as a share of all that the fleet serves. The rest only fills host memory.
+        load_share: share of these requests in all requests of the fleet. The other requests only fill host memory.
     """
     split = trace_chunk_tokens // settings.chunk_tokens
     store = SimulatedStore()

@@ -3,15 +3,15 @@
     tools/bazel run //bench:fleet_ttft -- [--models NAME...] [--tokens N] [--rounds N] [--json FILE]
 
 In each round a first engine computes a new prompt, stores it in an object store in a directory, and serves it to
-peers. Three other engines get the same prompt, with one output token. Measured are the seconds from the request to
-that token, at an idle engine:
+peers. Three other engines get the same prompt, with one output token. The result is the seconds from the request to
+this token, at an idle engine:
 - `recompute`: another new prompt, without the connector.
 - `object`: from the object store. `own`: the same prompt again, from the engine's own prefix cache. `ram`: once more,
-  without that cache, from host memory.
+  without this cache, from host memory.
 - `peer`: from host memory of the first engine, over NIXL and the loopback.
 - `disk`: from a local disk, after the engine itself computed the prompt and lost its host memory.
 Engines take turns, so each computes alone. The first round connects and is not counted. A ratio is the median over
-rounds of `recompute` over the place, in the same round.
+rounds of the time of `recompute` divided by the time from the place, in the same round.
 
 Models are random and small, as in `engine_ttft.py`. Not measured: a network, a GPU, several requests at a time.
 """
@@ -34,7 +34,7 @@ from engine_ttft import ARGUMENTS, DISK_CAPACITY, MODELS, Model
 
 PLACES = ("own", "ram", "disk", "peer", "object", "recompute")
 LOOKUP_TIMEOUT_S = 5.0
-"""Long, because a slow machine must not cause a miss."""
+"""Long, so that a slow machine does not cause a miss."""
 
 
 def free_port() -> int:
@@ -99,7 +99,7 @@ def measure(model: Model, num_tokens: int, num_rounds: int, num_threads: int) ->
 
 
 def row(rounds: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any]:
-    """Milliseconds, hits, bytes, and the time of computing over this time."""
+    """Milliseconds, hits, bytes, and the time of `recompute` divided by this time."""
     return {
         "ms": round(statistics.median(each[place]["seconds"] for each in rounds) * 1e3, 1),
         "recompute over it": spread([each["recompute"]["seconds"] / each[place]["seconds"] for each in rounds]),

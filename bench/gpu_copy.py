@@ -7,14 +7,14 @@ Measures bytes of pages per second of wall time, from the call to the last byte:
 memory to one contiguous range of pinned memory (store), and back (load). A result is the best of N rounds, in which all
 variants alternate. The bytes of every variant are compared once before it is timed.
 
-- engine: `InlineCudaCopyEngine`, which chooses its way;
-- staged, direct, batched: the same engine, limited to one of its ways;
-- per block: a copy for each page on one stream, as in vLLM's swap_blocks;
+- engine: `InlineCudaCopyEngine`, which chooses the copy method;
+- staged, direct, batched: the same engine, limited to one copy method;
+- per block: one copy for each page on one stream, as in vLLM's swap_blocks;
 - index: torch's index_select or index_copy_ through a buffer on the GPU, and one copy;
 - link: one copy of all bytes by torch, in one piece: the upper limit.
 
 The results also have the GPU's own copy speed. The crossover is the smallest page from which the copy engines without
-the kernel are at least as fast as the kernel. It is the right value of `CopyTuning.large_run_bytes`.
+the kernel are at least as fast as the kernel. Use it as the value of `CopyTuning.large_run_bytes`.
 
 Not measured: the slowdown of compute during copies. Without a GPU the program reports this and ends.
 """
@@ -169,7 +169,7 @@ def device_copy_rate(torch: Any, total_bytes: int, rounds: int) -> float:
 
 
 def crossover(rows: list[dict[str, Any]], direction: str) -> int | None:
-    """The smallest page size from which on batched copies are at least as fast as both ways of the kernel."""
+    """The smallest page size from which batched copies are at least as fast as both methods of the kernel."""
     found = None
     for row in reversed([row for row in rows if row["direction"] == direction]):
         rates = row["gigabytes_per_s"]

@@ -3,16 +3,16 @@
     PYTHONPATH=... python bench/gpu_goals.py [--mebibytes N] [--rounds N] [--json FILE]
 
 The bundle for GPU machines runs this file with the right path: docs/guides/gpu.md. Each measurement prints a line of
-JSON; after a failure the program continues with the next one. "direct" is the copies of vLLM's own worker on a stream,
-if vLLM for CUDA is installed, otherwise a substitute, which the first line names. "link" is one copy of all bytes in
-one piece. Wall time is from the call to the last byte; rates are the best of N rounds, in which the variants alternate.
+JSON; after a failure the program continues with the next one. "direct" are the copies of vLLM's own worker on a
+stream; without vLLM for CUDA, a substitute that the first line names. "link" is one copy of all bytes in one piece.
+Wall time is from the call to the last byte; rates are the best of N rounds, in which the variants alternate.
 
 - G1: fragments of 512 bytes to 2 MiB, in scattered blocks of 32, to one contiguous range of pinned memory (store) and
-  back (load), one job each; and both directions concurrently, over the sum of each direction alone. Bytes are compared
-  before they are timed.
-- G2: matrix products during continuous copies, over the same products alone; also during copies in one piece.
+  back (load), one job each; and both directions concurrently, compared with the sum of each direction alone. Bytes are
+  compared before the timing.
+- G2: matrix products during continuous copies, compared with the same products alone; also during copies in one piece.
 - G3: the host's processor time of a job, over all threads, by the number of its fragments.
-- G4: queued jobs with the checksum of every chunk, as in the connector, over jobs without checksums.
+- G4: queued jobs with the checksum of every chunk, as in the connector, compared with jobs without checksums.
 
 Not measured: lowering of a job to runs (`gpu_host.py`), and an engine of vLLM. Without a GPU the program reports this
 and ends.
@@ -47,11 +47,11 @@ FRAGMENT_BYTES = tuple(512 << power for power in range(13))
 LAYERS = 32
 """Fragments of a block: the GPU stores them layer by layer, and the host one after the other."""
 MOST_FRAGMENTS = 128 * 1024
-"""Limit for the fragments of a job, so jobs of small fragments have fewer bytes."""
+"""Limit for the fragments of a job. So jobs of small fragments have fewer bytes."""
 FROM_BYTES = 4096
 """The smallest fragment of the goals of G1."""
 MOST_DIRECT_COPIES = 32 * 1024
-"""CUDA crashes at some 50,000 copies in a call."""
+"""Limit for the copies of one call. CUDA crashes at about 50,000."""
 CHECKED_FRAGMENT_BYTES, CHECKED_JOBS = 64 * 1024, 16
 CHUNK_BYTES = 1 << 20
 """Bytes of one checksum."""
@@ -93,7 +93,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of copying: its engines and its pinned memory."""
+    """One copy method: its engines and its pinned memory."""
 
     name: str
     stores: CopyEngine
@@ -122,7 +122,7 @@ class Fragments:
 
     @property
     def order(self) -> np.ndarray:  # type: ignore[type-arg]
-        """Numbers of the fragments in the cache, in the order of pinned memory."""
+        """Indices of the fragments in the cache, in the order of pinned memory."""
         layers = np.arange(self.layers, dtype=np.int64) * 2 * len(self.blocks)
         return (self.blocks[:, np.newaxis] + layers).reshape(-1)
 
@@ -152,7 +152,7 @@ def fragments(size: int, most_bytes: int, count: int = MOST_FRAGMENTS) -> Fragme
 
 
 class Rig:
-    """KV memory on the GPU, and both ways of copying."""
+    """KV memory on the GPU, and both copy methods."""
 
     def __init__(self, torch: Any, total_bytes: int, rounds: int, report: Report) -> None:
         from engine_copies import find_engine_copies
@@ -386,7 +386,7 @@ class _Copying:
     def _loop(self) -> None:
         began_s = time.perf_counter()
         try:
-            # Not the stream of the products: each job would wait for them.
+            # A separate stream: on the stream of the products, each job would wait for the products.
             with self._torch.cuda.stream(self._torch.cuda.Stream()):
                 while not self._stop.is_set():
                     self._copy()
@@ -495,7 +495,7 @@ def queued_copies(way: Way, is_store: bool, runs: CopyRuns) -> QueuedCopies:
 
 
 def g4_checksums(rig: Rig) -> None:
-    """G4 for each way and direction. Stores come first, because they seal the chunks that loads check."""
+    """G4 for each copy method and direction. Stores come first, because they seal the chunks that loads check."""
     of = fragments(CHECKED_FRAGMENT_BYTES, rig.total_bytes)
     for way in rig.ways:
         arena = RamArena(way.arena.nbytes, CHUNK_BYTES, way.arena, rig.digest_threads)

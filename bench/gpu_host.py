@@ -5,13 +5,14 @@
 A job has 256 MiB: blocks at random places of a GPU's memory, stored layer by layer as in the engine, and chunks of four
 blocks in host memory. No byte is copied. Thread CPU time in microseconds, the best of N rounds:
 
-- submit: `submit` of both ways, on the engine's thread, without the device's events;
+- submit: `submit` of both copy engines, on the engine's thread, without the device's events;
 - lower: runs of a job, from a table of its copies (`hybridkv.native.Lowering`); check: their addresses;
-- batch: `copies: "engine"` prepares its batches and hands over the first; calls: it hands over the others, while the
-  GPU copies; both without `swap_blocks_batch` itself;
+- batch: `copies: "engine"` prepares its batches and hands over the first batch; calls: it hands over the other batches
+  while the GPU copies; both without `swap_blocks_batch` itself;
 - plan: `copies: "native"` plans the job in C++ (csrc/cuda/job.cc), without CUDA's calls.
 
-The copy thread's time is lower + check + batch, or lower + check + plan. Goals: 60 us there, 10 us for `submit`.
+The copy thread's time is lower + check + batch, or lower + check + plan. Goals: 60 us for this time, 10 us for
+`submit`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ COPY_GOAL_US, SUBMIT_GOAL_US = 60.0, 10.0
 
 
 class IdleEvent:
-    """Event and stream of a device that does nothing."""
+    """Event and stream that do nothing."""
 
     def record(self, stream: Any) -> None: ...
 

@@ -6,12 +6,12 @@ Measures thread CPU time, the best of N rounds in which all variants alternate i
 
 - cold: the hashes of every full block of the prompt, from a list of token ids;
 - grow: one more block after all others. `TokenHashes` gets the number of hashed tokens, as from the connector;
-  `RequestBlockHashList` finds it itself.
+  `RequestBlockHashList` finds this number itself.
 
 Variants: vLLM's `get_request_block_hasher` with sha256 (its default) and sha256_cbor; `RequestBlockHashList` with the
 same functions, which must give equal hashes; `TokenHashes`, our chain for engines without stable hashes; and
-`ChunkKeys.keys` over vLLM's hashes, the whole cost for the connector if these are stable: no token is hashed. A ratio
-is the time of vLLM's sha256 over that of the variant: larger is faster.
+`ChunkKeys.keys` over vLLM's hashes: the whole cost for the connector if these hashes are stable. No token is hashed. A
+ratio is the time of vLLM's sha256 over that of the variant: larger is faster.
 """
 
 import argparse

@@ -54,7 +54,7 @@ class Driver:
 
     Args:
         side: the scheduler half under test.
-        bill: receives the times of its calls.
+        bill: receives the times of the calls.
     """
 
     def __init__(self, side: Side, bill: Bill) -> None:
@@ -63,7 +63,7 @@ class Driver:
         """Outcome of the previous step. Workers report it at the end of the next step."""
 
     def step(self, part: str, step: Step) -> None:
-        """Runs one step of the engine. A store that is planned in it ends with the next step."""
+        """Runs one step of the engine. A store that is planned in this step ends with the next step."""
         side, bill = self.side, self.bill
         output = self.engine.run(step)
         plan = bill.time(part, side.plan, output)
@@ -78,13 +78,14 @@ class Driver:
         bill.end_step()
 
     def begin(self, request: LifeRequest) -> int:
-        """Looks the request up and allocates its blocks. Returns the loaded tokens; the next step has the load."""
+        """Looks the request up and allocates its blocks. Returns the number of tokens to load; the next step has the
+        load."""
         side, bill = self.side, self.bill
         bill.time("begin", side.begin, request)
         return self.look_up(request)
 
     def look_up(self, request: LifeRequest) -> int:
-        """Looks up a request without blocks, as the engine does at its beginning and after a preemption."""
+        """Looks up a request without blocks, as the engine does for a new request and after a preemption."""
         side, bill = self.side, self.bill
         found = int(bill.time("lookup", side.lookup, request, 0))
         blocks = self.engine.admit(request, found)

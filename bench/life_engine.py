@@ -1,6 +1,6 @@
 """Engine around a connector's scheduler half: requests, block tables over vLLM's own pool, and steps.
 
-It computes nothing and schedules nothing: benchmarks choose the requests of each step. Tables are those of vLLM 0.32:
+The engine computes and schedules nothing: benchmarks choose the requests of each step. Tables are those of vLLM 0.32:
 null for blocks that have left a window, and a recurrent state in a separate block at the end of each chunk.
 """
 
@@ -22,12 +22,12 @@ STEP_TOKENS = 8192
 SPARE_BLOCKS = 4096
 """Blocks for stores in flight, and for answers."""
 ANSWER_TOKENS = 64
-"""Limit for the answer of a request among many."""
+"""Maximum number of answer tokens, if other requests run beside a request."""
 
 
 @dataclass(eq=False)
 class LifeRequest:
-    """The attributes of vLLM's request that scheduler halves read."""
+    """Request with the attributes of vLLM's request that scheduler halves read."""
 
     request_id: str
     num_prompt_tokens: int
@@ -86,7 +86,7 @@ class Engine:
         num_blocks = SPARE_BLOCKS
         for group in groups:
             live_tokens = max_tokens if group.kind is GroupKind.FULL else 2 * STEP_TOKENS + (group.window_tokens or 0)
-            # Blocks for two requests: a request that will share blocks has its own blocks first.
+            # Blocks for two requests: a request that will share blocks first gets its own blocks.
             num_blocks += (1 + bool(num_beside)) * min(live_tokens, max_tokens) // group.block_tokens
             num_blocks += num_beside * ((group.window_tokens or 0) + ANSWER_TOKENS) // group.block_tokens
             num_blocks += 2 * num_beside
@@ -101,7 +101,7 @@ class Engine:
         return self.blocks(request)
 
     def share(self, request: LifeRequest, other: LifeRequest) -> None:
-        """Replaces the request's blocks of full attention by those of another request, if there is no room for all.
+        """Replaces the request's blocks of full attention with another request's blocks, if there is no room for all.
         Neither request may be freed afterwards."""
         tables = self._tables[request.request_id]
         for index, group in enumerate(self.groups):
@@ -120,7 +120,8 @@ class Engine:
         return self.get_blocks(request_id).get_block_ids()
 
     def next_tokens(self, request: LifeRequest) -> int:
-        """Prompt tokens of the request's next step. It stops at the prompt's last boundary, to leave a state there."""
+        """Prompt tokens of the request's next step. The step stops at the prompt's last boundary, to leave a state
+        there."""
         computed, num_tokens = request.num_computed_tokens, request.num_tokens
         stop = min(computed + self._step_tokens, num_tokens)
         for group in self.groups:
@@ -172,7 +173,7 @@ class Engine:
             self.pool.free_blocks(block for block in reversed(table) if not block.is_null)
 
     def _grow(self, request: LifeRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Frees blocks that have left a window, and adds blocks for the tokens of a step. Returns the new ones."""
+        """Frees blocks that have left a window, and adds blocks for the tokens of a step. Returns the new blocks."""
         pool, null, computed = self.pool, self.pool.null_block, request.num_computed_tokens
         added = []
         for group, table in zip(self.groups, self._tables[request.request_id], strict=True):

@@ -1,4 +1,4 @@
-"""Prompts for `request_life.py`, and tiers that hold the part of a scenario."""
+"""Prompts for `request_life.py`, and tiers that hold the stored part of the prompts."""
 
 import os
 from itertools import count
@@ -14,7 +14,7 @@ SCENARIOS = {"miss": 0.0, "half": 0.5, "full": 1.0}
 
 
 class Prompts:
-    """Prompts of one length, and sides over tiers that hold the part of a scenario.
+    """Prompts of one length, and sides over tiers that hold the stored part of the prompts.
 
     Args:
         preset: the model.
@@ -38,7 +38,7 @@ class Prompts:
         return [raw[i : i + 32] for i in range(0, len(raw), 32)]
 
     def next_hashes(self) -> list[bytes]:
-        """Hashes of one more prompt: its stored part, and a new part."""
+        """Hashes of a further prompt: the stored part, and a new part."""
         return [*self._kept, *self._hashes(self.stored_tokens - self.hit_tokens)]
 
     def request(self, hashes: list[bytes], more_tokens: int = 0) -> LifeRequest:
@@ -48,7 +48,7 @@ class Prompts:
 
     @property
     def blocks_per_chunk(self) -> int:
-        """Blocks of full attention in a chunk of ours."""
+        """Blocks of full attention in one of our chunks."""
         full = next(group for group in self.spec.groups if group.kind is GroupKind.FULL)
         return self.spec.chunk_tokens // full.block_tokens
 
@@ -60,7 +60,7 @@ class Prompts:
     def open(self, name: str, num_beside: int = 0) -> Side:
         """A side with the stored part of the scenario in its tier."""
         engine = Engine(self.spec.groups, self._hash_tokens, self.stored_tokens + 4096, num_beside)
-        # The new part of a prompt evicts other prompts, not the part that is hit. Many requests find free memory.
+        # The new part of a prompt evicts other prompts, not the part that is hit. Further requests find free memory.
         new_tokens = self.stored_tokens - self.hit_tokens
         spare_tokens = num_beside * self.spec.chunk_tokens
         room_tokens = self.stored_tokens + (new_tokens if self.hit_tokens else 0) + spare_tokens

@@ -28,7 +28,7 @@ class Work(NamedTuple):
 
     num_loaded: int
     num_stored_full: int
-    """Only of full attention: vLLM does not store window blocks that no hit at a chunk's end reads."""
+    """Stored blocks of full attention only: vLLM stores no window blocks that no hit at a chunk's end reads."""
 
 
 class Side(Protocol):
@@ -105,7 +105,7 @@ class Ours:
         self._scheduler.on_allocated(request, blocks, num_tokens)
 
     def sources(self, request: LifeRequest, num_tokens: int) -> None:
-        """Nothing: with one tier, vLLM's base class answers this."""
+        """Does nothing: with one tier, vLLM's base class answers this call."""
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         return self._scheduler.plan_step(output)

@@ -1,8 +1,7 @@
 """Process with an engine for `lmcache_ttft.py`, with a connector to a server of LMCache or with none.
 
-It divides the time to a first token by the states of vLLM's scheduler, independently of the connector: until the
-request waits for remote KV data (the lookup), until these data have arrived (the retrieve), and the computation after
-that.
+Divides the time to a first token by the states of vLLM's scheduler, independently of the connector: until the request
+waits for remote KV data (the lookup), until these data have arrived (the retrieve), and the computation after that.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ class LMCacheServing(Serving):
 
 
 def patch_llvmlite() -> None:
-    """Makes attributes with two underscores fail in llvmlite, which LMCache imports through numba. llvmlite takes
-    `__dict__` for a function of LLVM. vLLM on a CPU reads it of every object in every module, and would not start."""
+    """Makes attributes with two underscores fail in llvmlite, which LMCache imports through numba. llvmlite
+    handles `__dict__` as a function of LLVM. vLLM on a CPU reads `__dict__` of every object in every module, so it
+    would not start without this patch."""
     from llvmlite.binding import ffi
 
     function_of = ffi._lib_wrapper.__getattr__

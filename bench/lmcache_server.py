@@ -1,11 +1,10 @@
-"""A server of LMCache, and the packages that LMCache needs in an engine's process. This module imports no LMCache.
+"""Server of LMCache, and the packages that LMCache needs in an engine's process. This module does not import LMCache.
 
 There are two environment variables for each version:
 
-* `HYBRIDKV_LMCACHE_0_5_7RC2`: the server: a command that runs `libs/lmcache/tests/lmcache_command.py` with that
-version; * `HYBRIDKV_LMCACHE_PACKAGES_0_5_7RC2`: a directory with that version and its dependencies that vLLM lacks. It
-comes
-  after all others in the path, so both import vLLM's versions.
+- `HYBRIDKV_LMCACHE_0_5_7RC2`: command of the server. It runs `libs/lmcache/tests/lmcache_command.py` with that version.
+- `HYBRIDKV_LMCACHE_PACKAGES_0_5_7RC2`: directory with that version, and with its dependencies that vLLM lacks. The
+  directory is the last one in the path, so LMCache and vLLM both import vLLM's versions.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ lower limit for every connector. `cold` over `alone` is the cost of the miss, an
 time.
 
 Every engine has the same arguments, packages and prompts; engines run one at a time, in turns. All engines that need a
-server with the same arguments share one process, which is emptied before each prompt. The first round gives the number
-of objects of a prompt, and is not counted. A ratio is the median over rounds of LMCache's time over ours with the same
-version of the server, in the same round, with its quartiles in brackets: if it is more than 1, ours is faster.
+server with the same arguments share one process, which is emptied before each prompt. The first round is not counted;
+it only gives the number of objects of a prompt. A ratio is the median over rounds of LMCache's time over ours with the
+same version of the server, in the same round, with its quartiles in brackets: if it is more than 1, ours is faster.
 
 Models are random and small: `gemma3` has six layers, 5 windows of 64 tokens and one full attention; `gemma3-wide` has 4
 times these layers, with pages of a usual size; `gpt-oss` has one window and one full attention. LMCache 0.5.6 supports
@@ -140,7 +140,7 @@ class Turn(NamedTuple):
     hit_tokens: int
     is_same: bool
     apart: float
-    """Difference of the token's log-probabilities, computed and from the server."""
+    """Difference of the log-probabilities of the token: computed, and with a hit from the server."""
 
 
 class Subject:

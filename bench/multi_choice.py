@@ -2,8 +2,8 @@
 
 Both sides run `get_num_new_matched_tokens` of the real class, for new requests, with 1, 2, 4 and 8 children:
 - `offload`: children are scheduler halves of HybridOffloadConnector (the real lookup: keys, a `RamIndex`, the planner)
-  that all hold the whole prompt of `--tokens`; vLLM chooses the first, ours the best score.
-- `idle`: children answer a constant at once, so only the choice is measured: ours catches exceptions of children,
+  that all hold the whole prompt of `--tokens`; vLLM chooses the first child, ours the child with the best score.
+- `idle`: children answer a constant at once, so only the choice is measured. Our choice catches exceptions of children,
   computes scores, and stores each answer for its counts.
 
 Not measured: the work after a choice (blocks, loads, the counts of an admitted request). The connectors are created

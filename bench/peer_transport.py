@@ -44,7 +44,7 @@ SIZES_KIB = (64, 256, 1024, 4096)
 VARIANTS = ("socket", "readv", "nixl", "nixl tcp")
 
 Read = Callable[[np.ndarray, np.ndarray, int], None]
-"""Reads ranges of one size: their places in the other process, in this process, and the size."""
+"""Reads ranges of one size. Arguments: places in the other process, places in this process, size in bytes."""
 
 
 def pattern(num_bytes: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def make(variant: str) -> Transport:
 
 
 def serve(variant: str, num_bytes: int) -> None:
-    """The other process: prints the address of its memory, and ends with its standard input."""
+    """The other process: prints the address of its memory, and runs until its standard input ends."""
     memory = pattern(num_bytes)
     if variant == "socket":
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -140,7 +140,7 @@ def read_memcpy(source: np.ndarray, target: np.ndarray) -> Read:
 
 
 class Subject:
-    """The two processes of one variant. The reader is a process too, because UCX reads its settings only once."""
+    """The two processes of one variant. The reader is a separate process, because UCX reads its settings only once."""
 
     def __init__(self, variant: str, num_bytes: int) -> None:
         self.process = subprocess.Popen(

@@ -10,9 +10,9 @@ first round connects; it is shown and not counted. A ratio is the median over ro
 same round: if it is more than 1, ours is faster.
 
 Pairs: `vllm` is NixlConnector with its defaults, except that its engines are not bound to one core; in `vllm eased` its
-busy threads also get the lowest priority, which its operator cannot configure. `nixl` is HybridNixlConnector with its
-defaults: it compares digests. `nixl unverified` compares none, like vLLM's connector. `alone`: the same engine computes
-a prompt of the same length.
+busy threads also get the lowest priority. An operator cannot configure this. `nixl` is HybridNixlConnector with its
+defaults: it compares digests. `nixl unverified` compares no digests, like vLLM's connector. `alone`: the same
+engine computes a prompt of the same length.
 
 Each connector counts the bytes and descriptors of a request itself. The results also have the bytes by the table of
 groups, and the bytes of a transfer that handles every group as full attention.
@@ -75,7 +75,7 @@ def _ours(**extra: Any) -> Variant:
 
 
 def _theirs(are_spinners_last: bool) -> Variant:
-    # The check would compare the paths of models, which differ between engines.
+    # The check would compare the paths of models. They differ between engines.
     extra = {"enforce_handshake_compat": False}
     transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
     return Variant(transfer, are_spinners_last)

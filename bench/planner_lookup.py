@@ -5,19 +5,19 @@ one block in a chunk: `get_num_new_matched_tokens`, and `update_state_after_allo
 
 Our side runs `longest_hit` over the connector's `TierLookup`, with the keys of `ChunkKeys`, in a `TierStack` of one
 `RamIndex`, with the connector's own choice of the chunk ("auto"); `plan_load` with a pin of every key (`load`); and,
-for the measurements named so, the connector's `OffloadScheduler.matched_tokens`, which contains the search.
+for `connector first` and `again`, the connector's `OffloadScheduler.matched_tokens`, which contains the search.
 
 - `first`: the first lookup of a request, with the derivation of its keys. `connector first` is `matched_tokens` of a
   new request; vLLM's `on_new_request` was called before, and is not measured.
 - `again`: a second `matched_tokens`, for a waiting request, without a change in the tier. vLLM looks up again; the
   connector checks for changes and repeats its answer.
-- `search again`: a second search, as after a change in the tier. It reuses only the request's keys. Its ratio is to the
-  same lookup of vLLM as that of `again`.
+- `search again`: a second search, as after a change in the tier. It reuses only the request's keys. Its ratio uses the
+  same lookup of vLLM as the ratio of `again`.
 - `step`: the first lookup of a request if the engine holds all but its last 16 chunks; and, only for ours, `grow`: the
   keys of all groups for one more chunk. Our time must not depend on the number of earlier tokens.
-- `clock`: an empty measurement. Every figure includes it.
+- `clock`: an empty measurement. Every result includes this time.
 
-`first` and `again` decide whether the goal is met.
+The goal is for `first` and `again`.
 
 Not measured on either side: token hashes and metrics. Requests are plain objects with the attributes that are read, and
 block hashes are random bytes, which neither side interprets. Times are CPU time of the thread, medians of `--rounds`,
@@ -85,7 +85,7 @@ PRESETS = {
 }
 HASH_TOKENS = {"llama": 16, "gptoss": 16, "gemma3": 16, "qwen3next": 544, "dsv4": 4}
 SCENARIOS = ("miss", "full", "no_state")
-"""No chunk is stored; all chunks; only those of the full group, without states and windows."""
+"""Stored chunks: none; all; only those of the full group, without states and windows."""
 
 
 def is_stored(scenario: str, group: GroupSpec) -> bool:

@@ -2,7 +2,7 @@
 
 Measures CPU time of the calling thread for calls on 1,024 keys of 48 bytes in an index of a million keys. Each call
 uses other keys than the previous one, so no key is in a cache. Also measures the memory of a separate process with such
-an index, when it is full, and after as many further keys were stored, each of which evicted one. `pin_all` and
+an index: when the index is full, and after the same number of further keys, each of which evicts one. `pin_all` and
 `reserve_all` create a Python slot for each key. A chunk has 20 granules.
 
 Not measured: creating keys, and copying chunks.

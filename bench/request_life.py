@@ -1,7 +1,7 @@
 """Cost of the whole life of a request to the scheduler's thread, compared with vLLM's own offloading, in one process.
 
-vLLM's side runs the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), once with as many
-blocks in a chunk as our chunks have of full attention (`vllm chunk`) and once with its default of one (`vllm default`).
+vLLM's side runs the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU) twice: `vllm chunk`
+has the number of blocks per chunk that our chunks have in full attention; `vllm default` has vLLM's default of one.
 Our side runs the connector's `OffloadScheduler` over a `TierStack` of one `RamIndex`, with the connector's own choice
 of the chunk. Both have vLLM's real `BlockPool`, tables as in its manager, and its real `SchedulerOutput`s
 (`life_engine.py`). A worker only reports, one step later, that the planned work is done.
@@ -18,7 +18,7 @@ The parts of a life:
 The goals are for the total and for the worst single step. A step has all calls between one build_connector_meta and the
 next, each call in the step in which the engine makes it.
 
-Scenarios: `miss`, `half` of the prompt stored, `full`. The tier is always full, if necessary with another prompt, so
+Scenarios: `miss`, `half` of the prompt stored, `full`. The tier is always full (if necessary with another prompt), so
 every store evicts. Both sides store new prompts; vLLM's default stores no answers.
 
 Further measurements: a step of `running` requests of one length that all decode (not with `vllm default`, which needs
@@ -33,7 +33,7 @@ after one round that is not counted. The collector is off except where it is mea
 
     python bench/request_life.py --json request_life.json
 
-A run of some cases replaces these in the file and keeps the others.
+A run of some cases replaces these cases in the file and keeps the other cases.
 """
 
 import argparse
@@ -58,7 +58,7 @@ TOKENS = (8192, 131072, 1048576)
 RUNNING_TOKENS = 131072
 DECODED_TOKENS = 32
 STAGGER_TOKENS = 16
-"""Limit for the difference in tokens of concurrent requests, so that some begin a block in each step."""
+"""Maximum difference in tokens between concurrent requests, so that some requests begin a block in each step."""
 ROUNDS = {8192: 9, 131072: 5}
 """More rounds for short prompts; 3 for all others."""
 
@@ -94,7 +94,8 @@ def summary(bills: list[Bill]) -> dict[str, Any]:
 
 
 def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str, float]:
-    """Measures a step of requests that all decode, and a pause of the collector with their objects and the tier's."""
+    """Measures a step of requests that all decode, and a pause of the collector with the objects of requests and
+    tier."""
     gc.collect()
     gc.freeze()
     side = prompts.open(name, num_requests)
@@ -130,7 +131,7 @@ def measure_besides(prompts: Prompts, name: str) -> dict[str, Any]:
     driver, hashes = Driver(side, Bill(keeps_plans=True)), prompts.next_hashes()
     gc.collect()
     gc.disable()
-    for _ in range(2):  # the first one is not counted
+    for _ in range(2):  # the first round is not counted
         request = prompts.request(hashes)
         driver.load(request, driver.begin(request))
         plan = driver.bill.plans[-2]

@@ -2,8 +2,8 @@
 
     python bench/reuse_estimate.py FOLDER
 
-FOLDER is that of `reuse_traces.py`. A store of size 1 holds a tenth of all chunks of the trace. "attention": every
-boundary can be resumed; "states": only the ends of prompts.
+FOLDER: as for `reuse_traces.py`. A store of size 1 holds a tenth of all chunks of the trace. "attention": requests can
+resume at every boundary; "states": only at the ends of prompts.
 """
 
 from __future__ import annotations

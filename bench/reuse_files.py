@@ -1,4 +1,4 @@
-"""The traces of the recorded figures, parts of them, and synthetic traces."""
+"""The traces of the recorded results, parts of these traces, and synthetic traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridkv.cli.simulation.traces import Trace, chained, read_agents, read_moo
 
 
 class Part(enum.StrEnum):
-    """A part of a trace. It is run alone, with an empty store and a new planner."""
+    """A part of a trace. It runs alone, with an empty store and a new planner."""
 
     WHOLE = "whole"
     FIRST = "first half"
@@ -53,7 +53,7 @@ def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: in
 
 
 def read_all(folder: Path) -> list[Trace]:
-    """The three traces of the recorded figures."""
+    """Reads the three traces of the recorded results."""
     return [
         read_mooncake(folder / "mooncake_conversation_trace.jsonl", "conversation"),
         read_mooncake(folder / "mooncake_synthetic_trace.jsonl", "synthetic"),

@@ -1,4 +1,4 @@
-"""Further policies that choose stops in a simulation: the store's junctions, a ladder, and hindsight."""
+"""Further policies that choose stops in a simulation: `Junctions`, `Ladder` and `Hindsight`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hybridkv.cli.simulation.store import CostModel, Moment
 from hybridkv.cli.simulation.traces import Trace
 
 MAX_FUTURES = 64
-"""Limit for the later requests that hindsight uses for one prompt."""
+"""Maximum number of later requests that `Hindsight` uses for one prompt."""
 MAX_HINDSIGHT_STOPS = 32
 
 
 class Junctions(PromptEnds):
-    """Also a state at the end of the stored attention if it has no state."""
+    """Also stores a state at the end of the stored attention, if it has no state."""
 
     def stops(self, moment: Moment) -> Sequence[int]:
         return (moment.held,)
 
 
 class Ladder(PromptEnds):
-    """Also a state every `chunks` chunks."""
+    """Also stores a state every `chunks` chunks."""
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
@@ -35,15 +35,15 @@ class Ladder(PromptEnds):
 class Hindsight:
     """Places states for the later requests that branch from a prompt, by dynamic programming over the whole trace.
 
-    A later request counts for a prompt if it comes before the whole store would have been replaced, and if the prompt
-    is the last earlier one on the path to its branch, or the last one before a request that counts.
+    A later request counts for a prompt if it comes before the whole store would have been replaced, and if the prompt,
+    or another request that counts, is the last earlier request that contains its whole shared prefix.
 
     Args:
         trace: the whole trace.
         capacity_chunks: size of the store.
         costs: the cost model.
-        price_chunks: least saving for which a state is placed, in chunks.
-        with_all_ends: True keeps the states of all prompt ends, as the other policies do; False only the used ones.
+        price_chunks: minimum saving for which a state is placed, in chunks.
+        with_all_ends: True: stores the states at all ends of prompts, as the other policies do. False: only used ones.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Hindsight:
         return False
 
     def _branch_depths(self, number: int) -> list[int]:
-        """Shared chunks of later requests with this prompt."""
+        """For each later request that counts: the number of chunks that it shares with this prompt."""
         found: list[int] = []
         waiting = [(number, 1 << 62)]
         until = self._stored_before[number] + self._horizon
@@ -82,8 +82,8 @@ class Hindsight:
 
 
 def _futures(trace: Trace, costs: CostModel) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """For each request, the later requests with it as the last earlier request at their branch, and the depths of these
-    branches; and the chunks stored before it in an unlimited store."""
+    """For each request: the later requests for which it is the last earlier request with their whole shared prefix, and
+    the length of this prefix in chunks. Also the chunks stored before each request in an unlimited store."""
     last: dict[int, int] = {}
     futures: list[list[tuple[int, int]]] = [[] for _ in trace.requests]
     stored, stored_before = 0, []

@@ -1,14 +1,14 @@
-"""Hit rates of hybrid models on public traces, by where recurrent states are placed: planner and index, no engine.
+"""Hit rates of hybrid models on public traces, by placement of recurrent states. Uses planner and index, no engine.
 
 Seven policies, with stores of 5, 10, 30 and 100 % of the chunks of a trace without a limit (its attention, and a state
 at the end of each prompt):
 - `ends`: the state at the end of each prompt, which an engine provides without stops;
-- `junctions`: also one at the end of the stored attention if it has no state;
-- `ladder`: also one every 8 chunks;
-- `budgeted`: the planner's, `hybridkv.planner.checkpoints`, with only the information of a connector;
+- `junctions`: also a state at the end of the stored attention, if it has no state;
+- `ladder`: also a state every 8 chunks;
+- `budgeted`: the stops of the planner (`hybridkv.planner.checkpoints`), with only the information of a connector;
 - `optimal`: the best stops if all later requests are known, by dynamic programming, with the price of a state that is
   best for the whole trace. `optimal_free` also omits the ends of prompts that no later request uses;
-- `attention`: as if the model had only attention: the upper limit for every placement with as many bytes.
+- `attention`: the model has only attention: the upper limit for every placement with the same number of bytes.
 
 Cost model: a state is as large as 4 chunks of attention (Qwen3-Next with chunks of 512 tokens), one more step costs as
 much as 64 tokens of prefill (5 ms at 12,800 tokens a second). Requests come one after the other; answers are not
@@ -43,7 +43,7 @@ from hybridkv.planner.checkpoints import awaited, experience, placement, seen
 SIZES: Final = (5, 10, 30, 100)
 LADDER_CHUNKS: Final = 8
 SEEN_CHUNKS: Final = 1 << 18
-"""Prefixes in the planner's table."""
+"""Maximum number of prefixes in the planner's table."""
 HINDSIGHT_PRICES: Final = (0.125, 4.0, 16.0)
 """Prices of a state in chunks of attention."""
 WITHIN_BOUND: Final = 0.01
@@ -115,7 +115,7 @@ def run_variants(traces: list[Trace], rows: list[dict[str, Any]]) -> list[dict[s
         found.append({"step_tokens": step_tokens} | _budgeted(traces, rows, CostModel(step_tokens=step_tokens)))
     for name in CONSTANTS:
         value = getattr(placement if hasattr(placement, name) else experience, name)
-        # For a share that is kept, the lost share is doubled and halved.
+        # `KEPT_SHARE` is a kept share: the lost share is doubled and halved.
         values = (1 - 2 * (1 - value), (1 + value) / 2) if name == "KEPT_SHARE" else (value / 2, value * 2)
         for other in values:
             with _changed(name, other):
@@ -140,7 +140,7 @@ def _budgeted(traces: list[Trace], rows: list[dict[str, Any]], costs: CostModel)
 
 
 def run_part(traces: list[Trace], part: Part, costs: CostModel, with_variants: bool) -> dict[str, Any]:
-    """Runs all policies with all stores for a part of each trace."""
+    """Runs all policies with all sizes of stores, on a part of each trace."""
     parts = [part_of(trace, part) for trace in traces]
     rows = []
     for trace in parts:

@@ -1,4 +1,4 @@
-"""A minimal run: each side has the behaviour of its name, regardless of speed."""
+"""Checks in a minimal run that each measurement does the work of its name. Does not check times."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 class RealEngine(SimulatedEngine):
-    """The same engine on the real tier: moves bytes, and waits for all answers and manifests."""
+    """`SimulatedEngine` on the real tier: moves bytes, and waits for all answers and manifests."""
 
     def __init__(self, directory: Path) -> None:
         location = StoreLocation(f"file://{directory}")
@@ -94,7 +94,7 @@ class RealEngine(SimulatedEngine):
         client: Any = self.index._client
         done: list[None] = []
         client._loop.post(lambda: done.append(None))
-        wait_until(lambda: bool(done) and len(client._loop._tasks) == 1)  # follows the epochs
+        wait_until(lambda: bool(done) and len(client._loop._tasks) == 1)  # one task stays: it follows the epochs
 
     def close(self) -> None:
         self._medium.close()
@@ -102,8 +102,8 @@ class RealEngine(SimulatedEngine):
 
 
 def play(engines: list[SimulatedEngine]) -> None:
-    """A prompt, the same prompt on another engine, a longer one, one on two engines concurrently, and one that branches
-    early.
+    """Serves a prompt, the same prompt on another engine, a longer prompt, a prompt on two engines concurrently, and a
+    prompt that branches early.
     """
     first, other, longer, both, parted = (
         Prompt(each, SETTINGS, 1)

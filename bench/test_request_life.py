@@ -1,4 +1,4 @@
-"""Minimal lives: both sides do the same work, regardless of speed."""
+"""Checks on minimal lives that both sides do the same work. Does not check times."""
 
 from __future__ import annotations
 

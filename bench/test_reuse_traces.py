@@ -20,7 +20,7 @@ ROOM = 100_000
 
 
 def siblings(num: int = 40, shared: int = 20, own: int = 6) -> Trace:
-    """Documents with about three questions each: a long common beginning, and an own end."""
+    """Documents with about three questions each: a long common beginning, and a separate end for each question."""
     prompts = [
         (64 * (shared + own) + 1, [f"document {number // 3}"] * shared + [f"question {number}"] * own)
         for number in range(num)
@@ -87,7 +87,7 @@ def test_a_small_store_serves_chats_no_worse_than_with_prompt_ends_only(keeps: i
         ours, ends = (simulate(trace, capacity, costs, each).hit_rate for each in (policy, PromptEnds()))
         gains.append(ours - ends)
         assert ours >= ends - 0.03, capacity
-    # States of answers help only if histories are complete; otherwise nothing can be gained.
+    # States of answers help only if histories contain the complete answers.
     assert (max(gains) > 0.1) == (has_answers and keeps == 148)
 
 

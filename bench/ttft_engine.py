@@ -1,4 +1,4 @@
-"""Process with an engine for `engine_ttft.py`, which can remove the connector and put it back."""
+"""Process with an engine for `engine_ttft.py`. A command removes the connector and puts it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 COPY_THREAD = "hybridkv-copy"
 MOVED = ("load_bytes", "store_bytes", "move_bytes", "evicted_bytes")
-"""Counters of bytes, as the part of their names after `vllm:hybridkv_`."""
+"""Names of byte counters, without `vllm:hybridkv_`."""
 
 
 class Meter:
@@ -64,7 +64,7 @@ class TtftServing(CheckpointServing):
     def connect(self, is_on: bool) -> None:
         """Removes the connector from the engine, or puts it back, while no request runs.
 
-        Its work at the engine's start and the engine's configuration remain.
+        The connector's work at the engine's start and the engine's configuration remain.
         """
         self.engine.drain()
         if is_on == (self._halves is None):
@@ -78,8 +78,8 @@ class TtftServing(CheckpointServing):
             scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def timed(self, prompt: list[int], hints: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Result of `first_token`, processor seconds of the engine's thread, of its part in the connector, and of the
-        copy thread until all chunks are stored, and the number of moved bytes."""
+        """Result of `first_token`, number of moved bytes, and processor seconds: of the engine's thread, of its part in
+        the connector, and of the copy threads until all chunks are stored."""
         params = None if hints is None else {"hybridkv_hints": hints}
         moved = self._moved()
         own_s, connector_s, copy_s = time.thread_time(), self._meter.seconds, self._copy_s()
@@ -117,7 +117,8 @@ class TtftServing(CheckpointServing):
         return statistics.median(times_s)
 
     def set_threads(self, num_threads: int) -> None:
-        """Sets the number of threads with which the engine computes. vLLM replaces torch's function by an empty one."""
+        """Sets the number of threads with which the engine computes. vLLM replaces torch's function with an empty
+        function."""
         torch._C.set_num_threads(num_threads)
 
     def _moved(self) -> dict[str, int]:

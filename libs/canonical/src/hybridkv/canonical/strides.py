@@ -15,7 +15,7 @@ import numpy as np
 from hybridkv.canonical.pages import LayerLayout, PageRegion
 
 MAX_REGIONS = 4096
-"""Limit of the regions of one layer in a kernel block. More regions mean a view that is not meant to be stored.
+"""Limit of the regions of one layer in a kernel block. A view with more regions is not suitable for storage.
 The number of kernel blocks per block has no limit."""
 
 
@@ -27,7 +27,7 @@ class Strides(NamedTuple):
     """Address, shape and strides of a tensor.
 
     Args:
-        address: address of its first element.
+        address: address of the first element.
         item_bytes: bytes per element.
         shape: size of each dimension.
         strides: stride of each dimension, in elements.
@@ -44,7 +44,7 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
 
     Args:
         layer: layout facts: the dimension of blocks, and whether pages can have gaps.
-        tensor: its block dimension counts blocks, or several kernel blocks per block.
+        tensor: tensor of the layer. Its block dimension counts blocks, or several kernel blocks per block.
         num_blocks: blocks in the engine's pool.
 
     Raises:

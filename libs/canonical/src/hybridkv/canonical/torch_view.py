@@ -102,8 +102,8 @@ def canonical_kv_caches(
 
     Args:
         kv_caches: one or several tensors per layer (recurrent states, separate K and V), of rank 2 or more and any
-            element type. The block dimension of its `LayerLayout` counts blocks, or several kernel blocks per block.
-            Other dimensions can have any meaning: a page is its bytes in memory order.
+            element type. The block dimension of the layer's `LayerLayout` counts blocks, or several kernel blocks per
+            block. Other dimensions can have any meaning: a page is its bytes in memory order.
         groups: the layers of each group. A group without layers gets no views. Layers that share a tensor count once.
         num_blocks: blocks in the engine's pool.
 

@@ -1,1 +1,1 @@
-"""The command `hybridkv`, for operators. It reports what the libraries know, and makes no decision of an engine."""
+"""The command `hybridkv`, for operators. It shows the results of the libraries and decides nothing for an engine."""

@@ -37,7 +37,7 @@ def main() -> None:
 def check(config: str, as_json: bool) -> None:
     """`config` is a file with the JSON object of --kv-transfer-config, "-" for stdin, or the object itself.
 
-    Exit status: 0 if there is nothing to say, 1 for warnings alone, 2 for an error.
+    Exit status: 0 without problems, 1 for warnings only, 2 for an error.
     """
     from hybridkv.cli.output import FAILED, as_problem, print_json, status_of
     from hybridkv.connectors import checking
@@ -88,7 +88,7 @@ def plan(
 ) -> None:
     """`model` is a directory with config.json, or a name, as for `vllm serve`.
 
-    Exit status: 0, 1 for warnings, 2 if the engine would refuse.
+    Exit status: 0, 1 for warnings, 2 if the plan fails or the engine would refuse.
     """
     from hybridkv.cli import planning
     from hybridkv.cli.output import FINE, WARNED, print_json
@@ -123,7 +123,7 @@ def plan(
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write a chart to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg: str | None, as_json: bool) -> None:
-    """`trace` is a file of JSON lines, or a folder of them. Exit status: 0, or 2 if it cannot be simulated."""
+    """`trace` is a file of JSON lines, or a folder of them. Exit status: 0, or 2 if the trace cannot be simulated."""
     from hybridkv.cli import simulating
     from hybridkv.cli.output import print_json
 
@@ -146,7 +146,7 @@ def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg
 @click.option("--seed", type=int, help="Seed of the prompts; by default each run has new ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def bench(url: str, model: str | None, tokens: int, prompts: int, seed: int | None, as_json: bool) -> None:
-    """`url` is the address of a server of OpenAI's API. Exit status: 0, or 2 if it cannot be measured."""
+    """`url` is the address of a server of OpenAI's API. Exit status: 0, or 2 if the server cannot be measured."""
     from hybridkv.cli import measuring
     from hybridkv.cli.output import print_json
 
@@ -178,7 +178,7 @@ def explain(log: str, as_json: bool) -> None:
 
 
 def _store_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of a command that opens an object store."""
+    """Adds the options of a command that opens an object store."""
     for option in (
         click.option("--secret-file", help="Of a URL: the tier's secret_file."),
         click.option("--credentials-file", help="Of a URL: the tier's credentials_file."),
@@ -196,7 +196,7 @@ def _store_options(command: Callable[..., None]) -> Callable[..., None]:
 def inspect(place: str, as_json: bool, **options: str | None) -> None:
     """`place` is the `path` of a disk tier or the `url` of an object tier. An engine may have it open.
 
-    Exit status: 0, or 2 if it cannot be read.
+    Exit status: 0, or 2 if the place cannot be read.
     """
     from hybridkv.cli import stores
     from hybridkv.cli.output import print_json
@@ -274,8 +274,8 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
 def gc(
     place: str, delete: bool, days: float | None, capacity: str | None, as_json: bool, **options: str | None
 ) -> None:
-    """In a disk tier's directory: caches without a chunk, and with --older-than those not opened for that time. Caches
-    that an engine has open stay. In an object store: single objects.
+    """In a disk tier's directory, selects whole caches: those without a chunk and, with --older-than, those not opened
+    for that time. Caches that an engine has open stay. In an object store, selects single objects.
 
     Exit status: 0, or 2 if the place cannot be used, another process sweeps it, or something cannot be deleted.
     """
@@ -317,7 +317,7 @@ def gc(
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> None:
-    """Exit status: 0, 1 if nothing was deleted because of the answer, or 2 if a cache is open or cannot be deleted."""
+    """Exit status: 0, 1 if the operator does not confirm, or 2 if a cache is open or cannot be deleted."""
     from hybridkv.cli import stores
     from hybridkv.cli.output import FAILED, WARNED
 
@@ -344,7 +344,7 @@ def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> N
 @click.argument("config", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(config: str | None, as_json: bool) -> None:
-    """Exit status: 0, 1 for warnings alone, 2 if a check fails."""
+    """Exit status: 0, 1 for warnings only, 2 if a check fails."""
     from hybridkv.cli import doctoring
     from hybridkv.cli.output import FAILED, FINE, WARNED, print_json
     from hybridkv.connectors import checking
@@ -366,7 +366,7 @@ def _is_url(place: str) -> bool:
 
 @contextlib.contextmanager
 def _progress(noun: str) -> Iterator[Callable[[int], None]]:
-    """Shows a growing number on a terminal."""
+    """Yields a function that shows a growing number on a terminal."""
     shown = 0
 
     def show(number: int) -> None:
@@ -384,7 +384,7 @@ def _progress(noun: str) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def _failing() -> Iterator[None]:
-    """Prints an error of a setting or of the system, and ends with status 2."""
+    """Prints an error of a setting or of the operating system, and exits with status 2."""
     from hybridkv.cli.output import FAILED, as_problem
 
     try:
@@ -398,7 +398,7 @@ def _failing() -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file that the operator named."""
+    """Writes a file. `ReportError` if this fails."""
     from hybridkv.cli.output import ReportError
     from hybridkv.connectors.errors import SettingProblem
 
@@ -417,5 +417,5 @@ def _read(config: str) -> str:
 
 
 def _name_of(config: str) -> str:
-    """Name of a CONFIG argument in errors."""
+    """Name of a CONFIG argument, for errors."""
     return {"-": "stdin"}.get(config, "the argument" if config.lstrip().startswith("{") else config)

@@ -1,6 +1,6 @@
-"""Checks of a machine for an operator: installed parts, limits of the system, and the media that a configuration names.
+"""Checks of a machine for an operator: installed parts, limits of the system, and the tiers of a configuration.
 
-It imports neither torch nor vLLM. Of a disk it writes one temporary file, of an object store one temporary object.
+Imports neither torch nor vLLM. Writes one temporary file to each disk and one temporary object to each object store.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class CheckResult(msgspec.Struct, frozen=True):
     """One check.
 
     Args:
-        status: "fail" if an engine would not start, "warn" if it starts and does less.
-        name: of the part that was checked.
-        words: the result.
-        hint: the next step, "" if there is none.
+        status: "fail" if an engine would not start; "warn" if it would start with less function or speed.
+        name: name of the checked part.
+        words: text of the result.
+        hint: next step for the operator; "" if there is none.
     """
 
     status: Literal["ok", "warn", "fail"]
@@ -44,12 +44,12 @@ class CheckResult(msgspec.Struct, frozen=True):
     hint: str = ""
 
     def text(self) -> str:
-        """The line for people."""
+        """Text of the check, for people."""
         return f"{self.status:4}  {self.name}: {self.words}" + (f"\n      hint: {self.hint}" if self.hint else "")
 
 
 def examine(raw: Mapping[str, Any] | None) -> Iterator[CheckResult]:
-    """Findings of this machine, and of the tiers of a --kv-transfer-config if there is one.
+    """Checks this machine, and the tiers of a --kv-transfer-config if there is one.
 
     Raises:
         ConfigurationError: an engine would refuse the configuration.

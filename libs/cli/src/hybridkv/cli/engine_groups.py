@@ -1,8 +1,7 @@
 """KV cache groups of an engine that is not started, from vLLM's own configuration, model class and grouping.
 
 The model is built on torch's meta device, so a model of any size takes almost no memory. Nothing is computed and no GPU
-memory is measured, so it is not known how many blocks the engine will have. This module is the only one of this package
-that imports vLLM, and it does so when a function runs.
+memory is measured, so the number of the engine's blocks is not known. This module imports vLLM when a function runs.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 AVAILABLE_BYTES = 1 << 50
-"""Memory of the KV cache that vLLM's grouping is given. No group depends on it."""
+"""Size of the KV memory that vLLM's grouping gets as an input. The groups do not depend on it."""
 
 
 class PlannedEngine(NamedTuple):
     """Configuration of an engine, as its scheduler would see it after the model is loaded.
 
     Args:
-        vllm_config: final.
-        kv_cache_config: its groups; the number of blocks has no meaning.
-        version: of vLLM.
-        device: type of the device for which vLLM configured it.
+        vllm_config: final configuration.
+        kv_cache_config: groups of the engine. The number of blocks has no meaning.
+        version: version of vLLM.
+        device: device type that vLLM chose.
     """
 
     vllm_config: VllmConfig
@@ -71,7 +70,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
                 "error", model, "a directory with config.json, or a name for vllm serve", "no config.json there", ""
             )
         )
-    # Read when vLLM is imported: stdout has the report alone.
+    # Read when vLLM is imported. vLLM must not log to stdout, which has only the report.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with _refusing(model):
@@ -93,7 +92,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
 
 
 def _has_config(model: str) -> bool:
-    """False if the model is a path without a configuration. A name is looked up by vLLM."""
+    """False if the model is a path without a configuration. vLLM looks a name up."""
     path = Path(model)
     return (path / "config.json").is_file() or not (path.exists() or model.startswith((".", "/", "~")))
 
@@ -116,7 +115,7 @@ def _refusing(model: str) -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    """Name and text of an error; of an error of pydantic its messages alone."""
+    """Class name and text of an error. For an error of pydantic, only its messages."""
     errors = getattr(error, "errors", None)
     text = "; ".join(each["msg"] for each in errors()) if callable(errors) else str(error)
     return f"{type(error).__name__}: {text}"
@@ -135,7 +134,7 @@ def _configure(model: str, transfer: Mapping[str, Any], options: Sequence[str]) 
     from hybridkv.connectors.vllm import register
 
     load_general_plugins()
-    register()  # also where the plugin is not installed
+    register()  # also if the plugin is not installed
 
     class OptionParser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -183,8 +182,8 @@ def _other_version() -> ReportError:
 def _build_model(vllm_config: VllmConfig) -> None:
     """Builds the model, so that its layers register themselves in the configuration.
 
-    Some layers read a number from a tensor while they are built, or check one. A meta tensor has none; here it reads as
-    1, which is true. That changes no group: groups follow from shapes and settings.
+    Some layers read or check a number of a tensor while they are built. A meta tensor has no numbers; here each number
+    reads as 1 (true). This does not change the groups, because they depend only on shapes and settings.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -210,7 +209,7 @@ def _build_model(vllm_config: VllmConfig) -> None:
 
 @contextlib.contextmanager
 def _process_groups(vllm_config: VllmConfig) -> Iterator[None]:
-    """The process groups of rank 0, for one process alone. Layers read their size and never communicate."""
+    """Process groups of rank 0, in a single process. Layers read the size of a group and never communicate."""
     from vllm.config import ParallelConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -233,7 +232,7 @@ def _process_groups(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 class _PlannedExecutor:
-    """The part of vLLM's executor that the engine's core calls to find its groups, for a model that was only built."""
+    """Replaces vLLM's executor in the code of the engine's core that finds the groups. Loads no weights."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._worker: Any = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
@@ -253,7 +252,7 @@ class _PlannedExecutor:
         return [WorkerBase.get_supported_kv_cache_layouts(self._worker)]
 
     def set_kv_cache_layout(self, layout_name: str) -> None:
-        """Does nothing: the engine's core has set it in the configuration, which there is once."""
+        """Does nothing: the engine's core has set the layout in the shared configuration already."""
 
     def determine_available_memory(self) -> list[int]:
         return [AVAILABLE_BYTES]

@@ -1,4 +1,4 @@
-"""Summary of the explain log: where the tokens of requests came from, why it was not more, and what helps."""
+"""Summary of the explain log: sources of the requests' tokens, reasons for shorter hits, and advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADVICE: Final[dict[str, str]] = {
     LookupReason.HINT: "",
     LookupReason.ADAPTER: "see the log of the engine",
 }
-"""What an operator can do, by the reason why no more was offered. docs/guides/observing.md has more."""
+"""Advice for an operator, by the reason why no more tokens were offered. docs/guides/observing.md has more."""
 
 
 class ReasonRow(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class ReasonRow(msgspec.Struct, frozen=True):
         reason: why no more tokens were offered.
         requests: number of requests.
         compute_tokens: tokens that these requests computed.
-        advice: what helps; "" if nothing has to be done.
+        advice: advice for the operator; "" if nothing has to be done.
     """
 
     reason: str
@@ -52,15 +52,15 @@ class ExplainReport(msgspec.Struct, frozen=True):
     """Sums over an explain log.
 
     Args:
-        requests: admitted requests; one that started over counts again.
-        hits: requests for which a tier had more than the engine.
+        requests: number of admitted requests; a request that starts over counts again.
+        hits: number of requests for which a tier had more tokens than the engine.
         tokens: tokens of all requests.
         by_source: tokens by source: "engine", a tier, or "compute".
-        reasons: rows, the most computed tokens first.
-        lost_tokens: tokens that a missing state or window cost, by kind of group.
-        reuse: the last estimate of other sizes of host memory, as the engine logged it; "" if there is none.
-        break_even: for each tier the engine's last line about the shortest hit that requests wait for.
-        other_lines: lines without a record.
+        reasons: rows, those with the most computed tokens first.
+        lost_tokens: tokens that were computed because a state or window was missing, by kind of group.
+        reuse: the engine's last log line with estimates for other sizes of host memory; "" if there is none.
+        break_even: for each tier, the engine's last log line about the shortest hit for which requests wait.
+        other_lines: number of lines without a record.
     """
 
     requests: int
@@ -75,10 +75,10 @@ class ExplainReport(msgspec.Struct, frozen=True):
 
 
 def summarize(lines: Iterable[str], name: str) -> ExplainReport:
-    """Reads a log. Records may stand between other lines, and after a prefix of the logger.
+    """Summarizes a log. Records may be between other lines, and may follow a prefix of the logger.
 
     Args:
-        lines: the log.
+        lines: lines of the log.
         name: name of the log, for errors.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Time to first token of a running server: cold, after its own cache, and after a restore from the tiers.
+"""Time to first token of a running server: cold, with a hit in its own cache, and restored from the tiers.
 
-It speaks the API of OpenAI's completions with the standard library. Prompts are random token ids, so no prompt is in a
-cache before its first request. A restore is measured if the server can reset its own cache (VLLM_SERVER_DEV_MODE=1).
+Uses OpenAI's completions API through the standard library. Prompts are random token ids, so no prompt is in a cache
+before its first request. A restore is measured if the server can reset its own cache (VLLM_SERVER_DEV_MODE=1).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hybridkv.connectors.errors import SettingProblem
 
 TIMEOUT_S: Final = 600.0
 TOKEN_IDS: Final = range(100, 1000)
-"""Token ids of prompts, which every vocabulary has."""
+"""Token ids of prompts. Every vocabulary has these ids."""
 COPY_S: Final = 1.0
-"""Pause before a reset, in which stores end."""
+"""Pause before a reset, so that stores can end."""
 RESET_TRIES: Final = 10
 COLD, OWN, RESTORED = "cold", "own", "restored"
 
@@ -35,9 +35,9 @@ class Measurement(msgspec.Struct, frozen=True):
     """One kind of request.
 
     Args:
-        kind: "cold", "own" for a hit in the engine's own cache, or "restored" for one in the tiers.
+        kind: "cold", "own" (a hit in the engine's own cache), or "restored" (a hit in the tiers).
         seconds: times to first token, in order.
-        cached_tokens: fewest tokens that were not computed, as the server says; None without
+        cached_tokens: smallest number of tokens that were not computed, as the server reports it; None without
             --enable-prompt-tokens-details.
     """
 
@@ -51,14 +51,14 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """Result of a server.
+    """Result of a measurement.
 
     Args:
-        model: that the server serves.
+        model: name of the served model.
         prompt_tokens: tokens of each prompt.
         measurements: by kind, cold first.
         tokens_per_second: prompt tokens that the engine computes in a second.
-        verdict: one paragraph.
+        verdict: text that says whether the tiers are worth it.
     """
 
     model: str
@@ -74,12 +74,12 @@ def measure(
     """Measures a server.
 
     Args:
-        url: of the server, with or without /v1.
-        model: that it serves; None for its first one.
+        url: address of the server, with or without /v1.
+        model: name of a served model; None for the first one.
         num_tokens: tokens of each prompt.
-        num_prompts: prompts of each kind.
+        num_prompts: number of prompts; each is sent once for each kind.
         on_progress: called with a line of text before each request.
-        seed: of the prompts; None for other ones each time.
+        seed: seed of the random prompts; None for new prompts in each call.
 
     Raises:
         ReportError: the server cannot be reached, or refuses a request.
@@ -111,7 +111,7 @@ def measure(
 
 
 def verdict(num_tokens: int, found: list[Measurement], tokens_per_second: float) -> str:
-    """Whether the tiers are worth it, in one paragraph."""
+    """Text that says whether the tiers are worth it, in one paragraph."""
     by_kind = {each.kind: each for each in found}
     cold_s, own_s = by_kind[COLD].median_s, by_kind[OWN].median_s
     words = [
@@ -180,7 +180,7 @@ def _time(seconds: float) -> str:
 
 
 class _Server:
-    """A server of OpenAI's API."""
+    """Client of a server with OpenAI's API."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -198,7 +198,7 @@ class _Server:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     def model(self, name: str | None) -> tuple[str, int | None]:
-        """Name and longest prompt of a served model; None where the server does not say."""
+        """Name and max_model_len of a served model; None if the server does not report max_model_len."""
         with self._request("GET", "/v1/models", None) as reply:
             served = {str(each["id"]): each.get("max_model_len") for each in json.loads(reply.read())["data"]}
         if name is None and served:
@@ -209,7 +209,7 @@ class _Server:
         return name, served[name]
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, int | None]:
-        """Seconds to the first token of an answer, and tokens of the prompt that were not computed."""
+        """Seconds to the first token of an answer, and number of the prompt's tokens that were not computed."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -237,7 +237,7 @@ class _Server:
         return took_s, cached
 
     def reset(self) -> bool:
-        """Lets the engine forget its own cache; its tiers keep theirs. False if the server cannot."""
+        """Clears the engine's own prefix cache, not the tiers. False if the server does not do this."""
         for _ in range(RESET_TRIES):
             time.sleep(COPY_S)
             try:

@@ -37,7 +37,7 @@ def location_of(url: str, options: Mapping[str, str | None]) -> StoreLocation:
     Raises:
         ReportError: a file cannot be used, or the URL has credentials.
     """
-    if "@" in url.partition("://")[2].partition("/")[0]:  # not quoted: it may be a secret
+    if "@" in url.partition("://")[2].partition("/")[0]:  # the URL is not in the error, because it may contain a secret
         hint = "put them into --credentials-file, or the environment"
         raise ReportError(SettingProblem("error", "url", "a URL without credentials", "one with @", hint))
     settings: dict[str, str] = {}
@@ -58,7 +58,7 @@ def location_of(url: str, options: Mapping[str, str | None]) -> StoreLocation:
 
 
 def _open(location: StoreLocation) -> Store:
-    """Open a store. A directory is not created.
+    """Opens a store. Does not create a directory.
 
     Raises:
         TierConfigurationError: the URL, a setting or the directory cannot be used.
@@ -107,7 +107,7 @@ def rules_of(capacity_bytes: int | None, days: float | None, *, is_dry: bool) ->
 
 
 def sweep(location: StoreLocation, rules: SweepRules, on_progress: Callable[[int], None]) -> SweepReport:
-    """Deletes what the rules say. A dry run writes nothing, and so compares ages with this host's clock.
+    """Deletes objects by the rules. A dry run writes nothing, so it compares ages with this host's clock.
 
     Raises:
         TierConfigurationError: a setting is wrong.
@@ -129,7 +129,7 @@ def sweep(location: StoreLocation, rules: SweepRules, on_progress: Callable[[int
 
 
 def text_of(report: ObjectStoreReport) -> str:
-    """Contents for people."""
+    """Text of `inspect`, for people."""
     lines = []
     for cache in report.caches:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(cache.newest_s)) if cache.newest_s else "unknown"
@@ -154,7 +154,7 @@ def text_of(report: ObjectStoreReport) -> str:
 
 
 def verify_text_of(report: ObjectVerifyReport) -> str:
-    """Damage for people."""
+    """Text of `verify`, for people."""
     lines = [f"{report.num_records:,} chunks, {report.num_manifests:,} manifests, {report.num_damaged:,} damaged"]
     for number, words in (
         (report.num_incomplete, "manifests list a pack that is gone"),
@@ -170,7 +170,7 @@ def verify_text_of(report: ObjectVerifyReport) -> str:
 
 
 def sweep_text_of(report: SweepReport, *, is_dry: bool) -> str:
-    """Result of a sweep for people."""
+    """Text of `sweep`, for people."""
     lines = [f"{report.num_objects:,} objects, {format_size(report.num_bytes)}"]
     lines += [
         f"  {str(reason).replace('_', ' ')}: {number:,} objects, {format_size(num_bytes)}"

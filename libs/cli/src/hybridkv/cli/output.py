@@ -1,4 +1,4 @@
-"""Answers of commands: problems for people or as JSON, and exit status."""
+"""Output of commands: problems as text or JSON, and the exit status."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hybridkv.connectors.errors import SettingProblem
 FINE: Final = 0
 WARNED: Final = 1
 FAILED: Final = 2
-"""Exit status: an engine would refuse, or the command could not run."""
+"""Exit status: an engine would refuse the configuration, or the command could not run."""
 
 
 class ReportError(ValueError):
-    """A command has nothing to report.
+    """A command cannot make its report.
 
     Args:
         problem: the reason.
@@ -42,7 +42,7 @@ def print_json(value: Any) -> None:
 
 
 def as_problem(error: Exception) -> SettingProblem | None:
-    """The problem that an error of a setting or of the system describes; None for any other error."""
+    """Problem that describes an error of a setting or of the operating system; None for any other error."""
     if isinstance(error, ReportError):
         return error.problem
     if isinstance(error, UnicodeDecodeError):
@@ -50,5 +50,5 @@ def as_problem(error: Exception) -> SettingProblem | None:
     if isinstance(error, OSError):
         return SettingProblem("error", str(error.filename or "?"), "a readable file", error.strerror or str(error))
     fields = [getattr(error, name, None) for name in ("path", "expected", "got", "hint")]
-    fields[0] = fields[0] or getattr(error, "field", None)  # of a TierConfigurationError
+    fields[0] = fields[0] or getattr(error, "field", None)  # `field` of a TierConfigurationError
     return None if fields[0] is None else SettingProblem("error", *(str(field) for field in fields))

@@ -1,7 +1,7 @@
-"""Plan of an engine for an operator: groups, chunk, what each tier holds, and the lines that the engine would log.
+"""Plan of an engine for an operator: groups, chunk, capacity of each tier, and lines that the engine would log.
 
 Every number comes from the code that the engine runs at its start. No engine starts, no tier opens and no weights are
-read, so an engine may still refuse for these.
+read, so an engine may still fail in these steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     """Plan of one engine.
 
     Args:
-        model: as it was given.
+        model: argument of the command.
         vllm: version of vLLM.
         device: device type that vLLM chose on this machine.
         max_model_len: tokens in the longest request.
@@ -37,7 +37,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         startup: the startup log and its facts.
         bytes_per_token: bytes that a token takes in a tier, by kind of group, over all ranks.
         unused_tiers: tiers in which no request looks up a chunk, with the reason.
-        warnings: findings with which an engine starts.
+        warnings: problems that do not prevent a start.
         kv_transfer_config: value of --kv-transfer-config.
     """
 
@@ -54,10 +54,10 @@ class PlanReport(msgspec.Struct, frozen=True):
 
 
 def transfer_of(tiers: str | None) -> dict[str, Any]:
-    """The object of --kv-transfer-config for a list of tiers in JSON; with None, host memory of 4 GiB.
+    """Object of --kv-transfer-config for a list of tiers in JSON. None: host memory of 4 GiB.
 
     Raises:
-        ReportError: the text is no JSON.
+        ReportError: the text is not JSON.
     """
     try:
         found = list(DEFAULT_TIERS) if tiers is None else msgspec.json.decode(tiers)
@@ -143,7 +143,7 @@ def _bytes_per_token(startup: StartupReport) -> dict[str, float]:
 def _room_warnings(startup: StartupReport, max_model_len: int) -> Iterator[str]:
     capacity = startup.tiers[0].capacity_bytes or 0
     state_bytes = sum(group.chunk_bytes for group in startup.groups if group.kind == "RECURRENT")
-    # A prompt needs one state, not one a chunk.
+    # A prompt needs one state, not one for each chunk.
     held = max(0, capacity - state_bytes) * startup.chunk_tokens // max(1, startup.chunk_bytes - state_bytes)
     if held < max_model_len:
         yield (
@@ -161,7 +161,7 @@ def _unused_tiers(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]
 
 
 def text_of(report: PlanReport) -> str:
-    """The plan for people."""
+    """Text of the plan, for people."""
     startup = report.startup
     ranks = f"{report.ranks} ranks" if report.ranks > 1 else "1 rank"
     rows = [("group", "kind", "layers", "block tokens", "bytes a token")]
@@ -206,7 +206,7 @@ def _tier_text(report: PlanReport, name: str, tokens: int | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with a header; the first two columns to the left, numbers to the right."""
+    """Lines of a table. The first two columns are aligned to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

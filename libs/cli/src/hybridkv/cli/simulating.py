@@ -1,4 +1,4 @@
-"""Hit rates of a trace of requests by size of host memory: the planner and the RAM tier's index, without an engine."""
+"""Simulated hit rates of a trace of requests, by size of host memory. Uses the planner and the RAM tier's index."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hybridkv.connectors.config import format_size, parse_size
 from hybridkv.connectors.errors import SettingProblem
 
 MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
-"""Simulated sizes of host memory, as multiples of that of a plan."""
+"""Simulated sizes of host memory, as multiples of the size in the plan."""
 PERCENTS: Final = (5, 10, 30, 100)
-"""Simulated sizes without a plan, in percent of what the trace stores."""
+"""Simulated sizes without a plan, in percent of all content that the trace stores."""
 SEEN_CHUNKS: Final = 1 << 18
-"""Prefixes that the planner remembers."""
+"""Maximum number of prefixes in the planner's table."""
 CURVES: Final = {
     "attention": Curve("attention alone (bound)", "#999999", "4 3"),
     "planner": Curve("the planner", "#b8405e"),
     "ends": Curve("prompt ends only", "#3b7dd8"),
 }
-"""Columns of a model with recurrent states. One without has the first alone."""
+"""Curves of a model with recurrent states. A model without states has one curve."""
 
 
 class ModelSizes(msgspec.Struct, frozen=True):
@@ -35,9 +35,9 @@ class ModelSizes(msgspec.Struct, frozen=True):
 
     Args:
         chunk_tokens: tokens in a chunk.
-        token_bytes: bytes of attention that a token takes.
+        token_bytes: bytes of one token in all attention groups.
         state_bytes: bytes of the states of one boundary; 0 without recurrent groups.
-        capacity_bytes: host memory.
+        capacity_bytes: size of host memory.
     """
 
     chunk_tokens: int
@@ -50,11 +50,11 @@ class SimulationRow(msgspec.Struct, frozen=True):
     """Result for one size of host memory.
 
     Args:
-        size: the size, for people.
-        percent: of everything that the trace stores.
-        hit_rate: restored tokens as a share of all; "planner": as the connector; "ends": with states of the ends of
-            prompts alone; "attention": if each boundary could be resumed.
-        extra_prefill: price of the planner's stops, as a share of the computed tokens.
+        size: size of host memory, as text.
+        percent: size of host memory, in percent of all content that the trace stores.
+        hit_rate: restored tokens as a share of all tokens. "planner": with the planner's stops; "ends": with states at
+            the ends of prompts only; "attention": if requests could resume at each boundary.
+        extra_prefill: cost of the planner's stops, as a share of the computed tokens.
     """
 
     size: str
@@ -67,11 +67,11 @@ class SimulationReport(msgspec.Struct, frozen=True):
     """Result of a trace.
 
     Args:
-        trace: its name.
+        trace: name of the trace.
         requests: number of requests.
         tokens: tokens of all prompts.
         chunk_tokens: tokens in a simulated chunk.
-        planned_chunk_tokens: chunk of the plan; 0 without one.
+        planned_chunk_tokens: tokens in a chunk of the plan; 0 without a plan.
         state_chunks: size of the states of one boundary, in chunks of attention; 0 without recurrent groups.
         rows: by size, ascending.
     """
@@ -96,7 +96,7 @@ def sizes_of_plan(text: str, name: str) -> ModelSizes:
     try:
         document = msgspec.json.decode(text, type=dict[str, Any])
         startup = msgspec.convert(document.get("startup"), StartupReport)
-    except msgspec.DecodeError as error:  # of ValidationError too
+    except msgspec.DecodeError as error:  # ValidationError is a subclass
         raise ReportError(
             SettingProblem(
                 "error", name, "the document of hybridkv plan --json", str(error), "hybridkv plan MODEL --json"
@@ -115,14 +115,15 @@ def simulate_trace(path: Path, sizes: ModelSizes | None, capacities: Sequence[st
     """Simulates a trace.
 
     Args:
-        path: file or folder.
-        sizes: of the model; None for states of four chunks, and sizes in percent of the trace.
-        capacities: sizes of host memory, such as "16GiB"; by default multiples of that of the plan.
+        path: file or folder of the trace.
+        sizes: sizes of the model. None: the states of a boundary take four chunks, and sizes are in percent of the
+            trace.
+        capacities: sizes of host memory, such as "16GiB"; by default multiples of the size in the plan.
 
     Raises:
         OSError: the trace cannot be read.
         ReportError: the trace has another format, or capacities are given without sizes.
-        ConfigurationError: a capacity is no size.
+        ConfigurationError: a capacity is not a valid size.
     """
     trace = read_trace(path)
     if sizes is None:
@@ -156,7 +157,7 @@ def simulate_trace(path: Path, sizes: ModelSizes | None, capacities: Sequence[st
 
 
 def _rounded(state_chunks: float) -> float:
-    """Whole chunks where that is near, since parts of chunks are rounded up."""
+    """Rounds a size above 8 chunks to whole chunks, because the simulation rounds parts of a chunk up."""
     return float(round(state_chunks)) if state_chunks > 8 else state_chunks
 
 
@@ -175,7 +176,7 @@ def _row(trace: Trace, size: str, chunks: int, whole: int, costs: CostModel) -> 
 
 
 def text_of(report: SimulationReport) -> str:
-    """The report for people."""
+    """Text of the report, for people."""
     has_states = report.state_chunks > 0
     states = f"; the states of a boundary take as much as {report.state_chunks:.3g} chunks" if has_states else ""
     counts = f"{report.requests:,} requests, {report.tokens:,} tokens, chunks of {report.chunk_tokens} tokens"

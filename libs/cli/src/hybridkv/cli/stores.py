@@ -12,12 +12,12 @@ from hybridkv.connectors.config import format_size
 from hybridkv.tiers.disk.inspection import NamespaceReport, StoreInspector
 
 MAX_DAMAGES: Final = 1000
-"""Damaged records that are listed; all are counted."""
+"""Maximum number of damaged records that are listed. All are counted."""
 SHORT_NAME_LENGTH: Final = 12
 
 
 class DamagedRecord(msgspec.Struct, frozen=True):
-    """A record that a load would refuse: its key in hexadecimal, its rank, and why."""
+    """A record that a load would refuse: its key in hexadecimal, its rank, and the reason."""
 
     key: str
     rank: int
@@ -29,12 +29,12 @@ class VerifyReport(msgspec.Struct, frozen=True):
     """Result for one namespace.
 
     Args:
-        name: digest of its fingerprint, in hexadecimal.
+        name: digest of the namespace's fingerprint, in hexadecimal.
         num_records: records that were read.
         num_damaged: records that a load would refuse.
         damages: the damaged records, at most `MAX_DAMAGES`.
         num_lost_segments: segments that are damaged, cleared or unreadable; their records were not read.
-        problem: why the namespace cannot be read; "" if it can.
+        problem: reason why the namespace cannot be read; "" if it can be read.
     """
 
     name: str
@@ -50,7 +50,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 
 def inspect(path: str) -> list[NamespaceReport]:
-    """All namespaces of a directory, the last opened first.
+    """All namespaces of a directory, the most recently opened first.
 
     Raises:
         TierConfigurationError: the directory cannot be used.
@@ -98,13 +98,13 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
 
 
 def not_opened_for(reports: Iterable[NamespaceReport], days: float) -> list[NamespaceReport]:
-    """Namespaces that are not open now and that no engine has opened in the last `days` days."""
+    """Namespaces that are not open now and were not opened in the last `days` days."""
     since_s = time.time() - days * 86_400
     return [report for report in reports if report.opened_s < since_s and not report.holder]
 
 
 def garbage(path: str, days: float | None) -> list[NamespaceReport]:
-    """Namespaces without a chunk, and those not opened for `days` days. Namespaces that are open now are not included.
+    """Namespaces without a chunk, and namespaces not opened for `days` days. Without those that are open now.
 
     Raises:
         TierConfigurationError: the directory cannot be used.
@@ -115,7 +115,7 @@ def garbage(path: str, days: float | None) -> list[NamespaceReport]:
 
 
 def clear(path: str, names: Iterable[str]) -> list[str]:
-    """Deletes namespaces. Returns the names of those that were not deleted, because an engine has them open.
+    """Deletes namespaces. Returns the names of namespaces that are open in an engine or cannot be deleted.
 
     Raises:
         TierConfigurationError: the directory cannot be used.

@@ -1,7 +1,7 @@
-"""Checks of a --kv-transfer-config: errors, by the connectors' own decoders, and warnings of probable mistakes.
+"""Checks of a --kv-transfer-config: errors from the connectors' own decoders, and warnings of probable mistakes.
 
-`hybridkv check` and the connectors use these checks. They import no vLLM, open no tier and read no model. So an engine
-may still refuse a configuration that passes, because of vLLM's version, a tier or the model.
+`hybridkv check` and the connectors use these checks. The checks import no vLLM, open no tier and read no model. So an
+engine may still refuse a checked configuration, because of vLLM's version, a tier or the model.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CheckReport(msgspec.Struct, frozen=True):
     """Result of a check.
 
     Args:
-        connectors: names of hybridkv's connectors that were checked.
-        problems: findings, errors first.
+        connectors: class names of the connectors that were checked; only hybridkv's connectors are.
+        problems: errors, then warnings.
     """
 
     connectors: list[str]
@@ -143,11 +143,11 @@ def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> It
 def connectors_of(
     raw: Mapping[str, Any], problems: list[SettingProblem], transfer_keys: Sequence[str] = TRANSFER_KEYS
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors about children to `problems`.
+    """Yields path prefix, class name and KVTransferConfig of each connector of hybridkv, children included.
 
     Args:
-        raw: a --kv-transfer-config with a name and an object for the connector.
-        problems: findings so far.
+        raw: a --kv-transfer-config with a text for `kv_connector` and an object for `kv_connector_extra_config`.
+        problems: receives problems of the list of children, and of connectors that are not hybridkv's.
         transfer_keys: keys of the engine's KVTransferConfig.
     """
     name, extra = str(raw.get("kv_connector")), raw.get(ROOT) or {}
@@ -193,7 +193,7 @@ def _connector_problems(path: str, connector: str, transfer: Mapping[str, Any]) 
 
 
 def _with_full_path(path: str, problem: SettingProblem) -> SettingProblem:
-    """The problem with its path from the top of the configuration."""
+    """Problem with a path from the top of the configuration."""
     if problem.path == "kv_role":  # a field of the connector, not of its extra configuration
         return msgspec.structs.replace(problem, path=path.removesuffix(f"{ROOT}.") + problem.path)
     return msgspec.structs.replace(problem, path=path + problem.path.removeprefix(f"{ROOT}."))

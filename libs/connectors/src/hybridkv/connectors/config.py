@@ -34,7 +34,7 @@ _CHOICES = {
 }
 MAX_PEERS = 64
 MIN_TIME_TO_LIVE_S = 60.0
-"""A shorter life of an object leaves no time to write it again."""
+"""Minimum of `time_to_live_seconds`: in less time, objects in use cannot be written again before they expire."""
 OBJECT_SCHEMES = ("s3", "gs", "az", "file")
 """URL schemes of object stores."""
 KEEP_SHARE = 0.25
@@ -62,10 +62,12 @@ class SecondaryTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Settings that all secondary tiers share.
 
     Args:
-        cascade: chunks that are written to this tier: "all" that are stored in host memory; "reused" only those that a
-            later request hits; "nothing" makes the tier read-only.
-        load_timeout_seconds: how long a request waits for a load from this tier; by default as long as for all tiers.
-        lookup_timeout_seconds: how long a lookup in a tier without a local index may take.
+        cascade: chunks that are copied from host memory to this tier. "all": all stored chunks; "reused": chunks that a
+            later request hits; "nothing": none, so the tier is read-only.
+        load_timeout_seconds: maximum seconds that a request waits for this tier. None: `load_timeout_seconds` of
+            `OffloadConfig`.
+        lookup_timeout_seconds: maximum seconds of a lookup in a tier without a local index. None: see
+            `OffloadConfig.lookup_timeout_of`.
     """
 
     cascade: Literal["all", "reused", "nothing"] = "all"
@@ -78,7 +80,7 @@ class DiskTierConfig(SecondaryTierConfig, frozen=True, tag_field="type", tag="di
     """A directory on a local disk.
 
     Args:
-        path: absolute path; created if it does not exist. Files that are not hybridkv's are not touched.
+        path: absolute path; created if it does not exist. Files of other programs in it are not touched.
         capacity: bytes, over all ranks of the engine and all models that share the directory.
         fsync: when data is forced to the disk: "none", "interval" or "always".
         direct: whether to bypass the page cache; "auto" does so where the file system supports it.
@@ -94,11 +96,11 @@ class PeerTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field="
     """Host memory of other engines. Engines look up each other's chunks and read them.
 
     Args:
-        listen: "HOST:PORT" of this engine's scheduler. Rank n listens on the port after it plus n.
-        peers: `listen` addresses of other engines. This engine's own address among them is skipped.
-        secret_file: file with a secret that all engines share. Without one the engine listens and connects only on the
+        listen: "HOST:PORT" of this engine's scheduler. Rank n listens on PORT + 1 + n.
+        peers: `listen` addresses of other engines. An entry with this engine's own address is skipped.
+        secret_file: file with a secret that all engines share. None: the engine listens and connects only on the
             loopback interface.
-        allowed_hosts: names, addresses and networks of further engines, which the hints of a request may name.
+        allowed_hosts: names, addresses and networks of further engines that the hints of a request may name.
     """
 
     listen: str
@@ -113,18 +115,19 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
 
     Args:
         url: "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix" or "file:///directory".
-        endpoint: URL of a server of your own, if `url` does not name it: "http://10.0.0.5:8333".
-        region: region of a bucket.
+        endpoint: URL of the operator's own server, such as "http://10.0.0.5:8333". None: the environment names the
+            server, else the cloud's server is used.
+        region: region of the bucket.
         credentials_file: JSON file with the secret settings of the client, if the environment does not have them.
         secret_file: file with a secret that all engines of the fleet share and other writers of the store lack.
-        pack: maximum bytes of one object; each rank writes its own objects.
-        resets: "engine": a reset of the prefix cache applies to this engine alone; "fleet": to all engines.
-        time_to_live_seconds: time after its last write after which the store deletes an object, by a rule of its own.
-            Objects in use are written again before that. None: the store deletes nothing.
-        capacity: maximum bytes of all objects in a directory; the least recently used are deleted. Servers have rules
-            of their own. None: no bound.
-        store_bytes_per_second: maximum bytes that this engine stores, over all ranks. None: no limit.
-        store_requests_per_second: maximum requests that store them, over all ranks. None: no limit.
+        pack: maximum bytes of an object with several chunks; each rank writes its own objects.
+        resets: "engine": a reset of the prefix cache applies only to this engine; "fleet": to all engines.
+        time_to_live_seconds: seconds from the last write of an object until the store's own expiry rule deletes the
+            object. The engine writes objects in use again before they expire. None: the store deletes nothing.
+        capacity: maximum bytes of all objects, for a "file://" URL only. The least recently used objects are deleted.
+            None: no bound.
+        store_bytes_per_second: maximum bytes that this engine stores in a second, over all ranks. None: no limit.
+        store_requests_per_second: maximum store requests of this engine in a second, over all ranks. None: no limit.
     """
 
     url: str
@@ -152,26 +155,30 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Args:
         tiers: tiers, the fastest first: host memory, then secondary tiers in lookup order.
         chunk_tokens: tokens in one chunk, or "auto".
-        load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
-        local_copies: copy blocks that the engine still holds from GPU memory in place of a tier.
-        load_timeout_seconds: how long a request waits for a load before it is computed instead.
-        pending_timeout_seconds: how long a request waits for chunks that another request is storing.
-        compute_tokens_per_second: prefill speed of the engine; measured if it is not set. A request waits for a lookup
-            only while that is expected to be faster than computing.
-        checkpoints: "auto" stops prefills where a recurrent state is worth storing, while the store has room; "off"
-            stores only the states that the engine hands over on its own.
-        checkpoint_stops: maximum of additional steps that one request may take for such stops.
+        load: "async": a thread copies while other requests run; "sync": the worker's own thread copies.
+        local_copies: whether a load may copy from blocks that the engine still holds, in place of a tier.
+        load_timeout_seconds: maximum seconds that a request waits for secondary tiers, and that its load waits in the
+            copy queue. Then the request is computed.
+        pending_timeout_seconds: maximum seconds that a request waits for chunks that another request stores or
+            promotes.
+        compute_tokens_per_second: prefill speed of the engine. None: measured. A request waits for a lookup only while
+            the wait is expected to be shorter than the computation.
+        checkpoints: "auto": stops prefills where a recurrent state is worth storing, while the tiers have room; "off":
+            stores only the states that the engine hands over without stops.
+        checkpoint_stops: maximum of additional steps of one request for such stops.
         checkpoint_answers: with "auto", also store states of answers, for the next turn of a conversation.
-        keep_share: largest share of each tier for prefixes that requests asked to keep; 0 keeps none.
-        without_prefix_caching: prefix caching is off on purpose, and this model can resume prefixes.
+        keep_share: largest share of each tier for prefixes that requests keep by a hint; 0: no prefix is kept.
+        without_prefix_caching: the operator states that prefix caching is off on purpose, and that this model can
+            resume prefixes.
         copies: on a GPU, "engine" copies with vLLM's own functions, "native" with kernels of hybridkv-cuda.
-        verify_ram: chunks in host memory that are compared with their checksum before a load: "always" all, "sampled" 1
-            in 16, "off" none. None: "always"; on a GPU "sampled" if "always" would slow loads by 5 % or more.
-        on_reset: "clear" drops everything stored when vLLM resets its connector's cache, as it does before it sleeps;
-            "keep" keeps it: the weights of this engine never change, as the operator knows.
-        weights_digest: how weights are identified: "sampled" reads all headers and a sample of the data, "full" reads
-            every byte; any other text is the operator's own name of the weights.
-        identity_ignores: names of facts that do not change the stored bytes, as the operator knows.
+        verify_ram: chunks in host memory that are compared with their checksum before a load. "always": all;
+            "sampled": 1 in 16; "off": none. None: "always", but "sampled" on a GPU if "always" slows loads by 5 % or
+            more.
+        on_reset: "clear": a reset of the connector's cache by vLLM drops all stored chunks; vLLM also resets before it
+            sleeps. "keep": drops nothing; the operator states that the weights of this engine never change.
+        weights_digest: identification of the weights. "sampled": all headers and a sample of the data are read;
+            "full": every byte is read; any other text is the operator's own name of the weights.
+        identity_ignores: names of facts; the operator states that they do not change the stored bytes.
     """
 
     tiers: tuple[TierConfig, ...]
@@ -224,17 +231,17 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return f"{ROOT}.tiers[{[name_of(tier) for tier in self.tiers].index(name)}]"
 
     def load_timeout_of(self, tier: SecondaryTierConfig) -> float:
-        """Seconds that a request waits for a load from a secondary tier."""
+        """Maximum seconds that a request waits for a load from a secondary tier."""
         return self.load_timeout_seconds if tier.load_timeout_seconds is None else tier.load_timeout_seconds
 
     def lookup_timeout_of(self, tier: SecondaryTierConfig) -> float:
-        """Seconds that a lookup in a secondary tier without a local index may take."""
+        """Maximum seconds of a lookup in a secondary tier without a local index."""
         given = tier.lookup_timeout_seconds
         return min(tier.default_lookup_timeout_s, self.load_timeout_of(tier)) if given is None else given
 
 
 def name_of(tier: RamTierConfig | SecondaryTierConfig) -> str:
-    """Name of a tier: its type, as there is at most one tier of each type."""
+    """Name of a tier: its type, because a stack has at most one tier of each type."""
     return str(tier.__struct_config__.tag)
 
 
@@ -512,7 +519,7 @@ def parse_size(path: str, value: object) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """Bytes as text for people: `format_size(3 << 29)` is "1.5 GiB"."""
+    """Text for a number of bytes: `format_size(3 << 29)` is "1.5 GiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.4g} {unit}"

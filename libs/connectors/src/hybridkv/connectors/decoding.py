@@ -23,7 +23,7 @@ def refuse_unknown_keys(
         more_keys: further keys that are allowed.
 
     Raises:
-        ConfigurationError: names the unknown key and the nearest known one.
+        ConfigurationError: a key is unknown; the hint names a similar known key.
     """
     known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(more_keys)
     for key in raw:
@@ -37,10 +37,10 @@ def as_configuration_error(
     """Translates an error of msgspec into a `ConfigurationError`.
 
     Args:
-        error: raised by msgspec while it converted `raw`.
+        error: error of msgspec's conversion of `raw`.
         raw: the operator's configuration.
         root: path of `raw` in the configuration.
-        choices: expected values of the fields that msgspec describes badly.
+        choices: expected values by field name; they replace msgspec's description.
         page: documentation page that the hint names.
     """
     message, _, where = str(error).partition(" - at `$")

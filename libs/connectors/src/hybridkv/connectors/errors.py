@@ -16,7 +16,7 @@ class ConfigurationError(ValueError):
         path: path of the setting in the operator's configuration.
         expected: values that would work.
         got: value that was found.
-        hint: what to do next.
+        hint: next step for the operator.
     """
 
     def __init__(self, path: str, expected: str, got: object, hint: str) -> None:
@@ -32,14 +32,15 @@ class ManagerError(ConfigurationError, TypeError):
 
 
 class SettingProblem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One finding about a setting.
+    """Error or warning about one setting.
 
     Args:
-        severity: "error" if an engine refuses, "warning" if it starts and does less than the operator expects.
-        path: the setting or the file.
-        expected: a valid value, in words.
-        got: the value that was found.
-        hint: the next step.
+        severity: "error": an engine refuses to start; "warning": the engine starts, but the setting is probably a
+            mistake.
+        path: path of the setting, or the file.
+        expected: valid values, in words.
+        got: value that was found.
+        hint: next step for the operator.
     """
 
     severity: Literal["error", "warning"]
@@ -50,27 +51,27 @@ class SettingProblem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: ConfigurationError) -> SettingProblem:
-        """The problem of a refused setting."""
+        """Problem with the fields of an error."""
         return cls("error", error.path, error.expected, str(error.got), error.hint)
 
     def text(self) -> str:
-        """The problem for people, in the form of a ConfigurationError."""
+        """Text of the problem for the operator, in the form of a `ConfigurationError`."""
         line = f"{self.severity}: {self.path}: expected {self.expected}, got {self.got}"
         return f"{line}\nhint: {self.hint}" if self.hint else line
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Hint for an unknown name: the nearest known name, if one is near, and all known names."""
+    """Hint for an unknown name: a similar known name, if there is one, and all known names."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     everything = "known: " + ", ".join(known)
     return f'did you mean "{close[0]}"? {everything}' if close else everything
 
 
 MAX_PRINTED = 120
-"""Characters of a client's text in a log line."""
+"""Maximum characters of a client's text in a log line."""
 
 
 def printable(said: object) -> str:
-    """A client's text for the log, such as a request id: shortened, and without characters that cannot be printed."""
+    """A client's text for the log, such as a request id: shortened, with "?" for characters that cannot be printed."""
     text = (said if isinstance(said, str) else repr(said))[:MAX_PRINTED]
     return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,8 +1,8 @@
 """Hosts to which a request may make this engine connect.
 
-A client names hosts in its request: a producer of HybridNixlConnector, or peers in a hint. Without a list, a client
-could make an engine connect to any reachable host. This module does not resolve names: a name that is not on the list
-is refused, because its address may change at any time.
+A request can name hosts: a producer of HybridNixlConnector, or peers in a hint. Without a list, a client could make an
+engine connect to any reachable host. This module does not resolve names, because the address of a name may change at
+any time: a name that is not on the list is refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AllowedHosts:
-    """Set of names and networks.
+    """Set of allowed names and networks; `in` tests a host.
 
     Args:
         entries: names, addresses, and networks such as "10.0.0.0/8".
 
     Raises:
-        ValueError: an entry is none of these; the text quotes it.
+        ValueError: an entry is no name, address or network; the text quotes the entry.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -37,7 +37,7 @@ class AllowedHosts:
             try:
                 self.networks.append(ipaddress.ip_network(entry))
             except ValueError as error:
-                # Numbers are not a name: "10.0.0.1/8" is a mistake, and "10.1" is another way to write an address.
+                # "10.0.0.1/8" and "10.1" are no names: the first is a malformed network, the second a short address.
                 if not _is_name(entry):
                     raise ValueError(f"{entry!r}: {error}") from None
                 self.names.add(_folded(entry))
@@ -50,7 +50,7 @@ class AllowedHosts:
 
 
 def normal_host(host: str) -> str | None:
-    """A host as it is compared: an address in its shortest form, or a name in lower case. None if it is neither."""
+    """Normal form of a host: an address in its shortest form, or a name in lower case. None if the host is neither."""
     address = _address(host)
     if address is not None:
         return str(address)
@@ -58,7 +58,7 @@ def normal_host(host: str) -> str | None:
 
 
 def default_hosts(*own: str | None) -> tuple[str, ...]:
-    """The loopback, and the addresses at which this engine listens."""
+    """Entries for the loopback and for `own`, the addresses of this engine, without wildcard addresses."""
     given = (host for host in own if host and not is_any(host))
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
 
@@ -81,7 +81,7 @@ def _is_name(entry: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Whether a host is a wildcard address: good to listen on, not to connect to. "0" counts, as for the system."""
+    """Whether a host is a wildcard address: a server can listen on it. "0" is a wildcard too, as for the system."""
     address = _address(host)
     if address is not None:
         return address.is_unspecified

@@ -17,8 +17,8 @@ _Hash_co = TypeVar("_Hash_co", covariant=True)
 class HashedRequest(Protocol):
     """Protocol of a request.
 
-    It may also have `extra_keys(start, end)`: the other inputs of those tokens (LoRA, cache salt, multimodal input), in
-    any form that the hash function accepts, or None.
+    A request may also have `extra_keys(start, end)`. It returns the other inputs of these tokens (LoRA, cache salt,
+    multimodal input), in any form that the hash function accepts, or None.
     """
 
     @property
@@ -70,8 +70,8 @@ class RequestBlockHashList(_LazyHashes[bytes]):
     Hash i is `hash_function((parent, token_ids, extra_keys))` of tokens [i * block_size, (i + 1) * block_size), the
     tuple that vLLM hashes. Reading an index hashes all blocks up to it. The length follows the request.
 
-    The request may lose tokens and get others. So every read compares the hashed tokens with the current ones, which
-    takes some nanoseconds per token: read many hashes with one slice. `extra_keys` of an unchanged token must not
+    The request may lose tokens and get other tokens. So every read compares the hashed tokens with the current ones,
+    which takes some nanoseconds per token: read many hashes with one slice. `extra_keys` of an unchanged token must not
     change.
 
     Args:
@@ -183,7 +183,7 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
     def _sync(self) -> None:
         for group in self._groups:
             group._sync()
-        # The hash of a chunk uses the blocks that are full at its end. Up to this token they are all hashed.
+        # The hash of a chunk uses the blocks that are full at its end. Up to `last_end`, all these blocks are hashed.
         last_end = min((group.num_hashed + 1) * group.block_size for group in self._groups) - 1
         kept = last_end // self.logical_chunk_size
         del self._dense[max(0, kept - self.first_hashable_chunk_idx) :]
@@ -197,7 +197,7 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
         if place < len(dense):
             return dense[place]
         end = (index + 1) * self.logical_chunk_size
-        # The first chunk that ends in the same blocks: the one in which the last of them became full.
+        # The first chunk that ends in the same blocks: the chunk in which the last of these blocks became full.
         full = max(end // group.block_size * group.block_size for group in self._groups)
         first = -(-full // self.logical_chunk_size) - 1
         if first < index:

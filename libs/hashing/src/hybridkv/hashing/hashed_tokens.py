@@ -1,4 +1,4 @@
-"""Copy of the tokens of a hash chain, to find which of its hashes are still valid. Does not hash.
+"""Copy of the tokens of a hash chain, to find the hashes that are still valid. Does not hash.
 
 Between two reads, a request can be rolled back and grow again to the same length, even with the same last tokens. Only
 a comparison of all tokens detects that.

@@ -55,7 +55,7 @@ class ChunkKeys:
             raise ValueError("two groups have the same kind, block and layers; their chunks would share keys")
 
     def for_adapter(self, digest: bytes) -> "ChunkKeys":
-        """Keys of the same cache with an adapter. They differ from all keys of the base model.
+        """`ChunkKeys` of the same cache with an adapter. Its keys differ from all keys of the base model.
 
         Args:
             digest: digest of the adapter's weights, at least one byte.
@@ -68,7 +68,7 @@ class ChunkKeys:
         return ChunkKeys(self.fingerprint, self.hash_block_tokens, digest)
 
     def token_hashes(self, extra: ExtraBytes | None = None) -> TokenHashes:
-        """Prefix hashes of a request, for engines without stable block hashes. They are valid for this cache only.
+        """Prefix hashes of a request, for engines without stable block hashes. Valid for this cache only.
 
         Args:
             extra: other inputs of tokens besides their ids; see `TokenHashes`.
@@ -102,7 +102,7 @@ class ChunkKeys:
         return tag + prefix_hashes[last - 1]
 
     def keys(self, group: int, prefix_hashes: Sequence[bytes], end_tokens: Iterable[int]) -> list[bytes]:
-        """Keys of many boundaries of one group, in order. For a range much cheaper than calls of `key`.
+        """Keys of many boundaries of one group, in order. For a range, much cheaper than calls of `key`.
 
         Raises:
             ValueError: like `key`, for the first invalid boundary.

@@ -1,1 +1,1 @@
-"""Client of LMCache's server: calls, checks of its answers, and the shared memory that it reads and writes."""
+"""Client of LMCache's server: calls, checks of answers, and shared memory that the server reads and writes."""

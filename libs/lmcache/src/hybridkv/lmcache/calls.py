@@ -1,4 +1,4 @@
-"""Results of calls to a server, as values. A server does not answer errors, so most failures are missing answers."""
+"""Results of calls to a server, as values. A server sends no errors, so most failures are missing answers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Trouble(enum.StrEnum):
     UNSENT = "unsent"
     """No connection by the deadline. Nothing was or will be sent."""
     MALFORMED = "malformed"
-    """An invalid answer."""
+    """The answer is invalid."""
     REFUSED = "refused"
-    """The server answered that it did not execute the call."""
+    """The server answered, but did not execute the call."""
     CLOSED = "closed"
     """This side was closed."""
 
 
 NEVER_LEFT = frozenset({Trouble.BUSY, Trouble.UNSENT})
-"""The call was not sent."""
+"""Reasons after which the call was not sent."""
 MAY_HAPPEN = frozenset({Trouble.TIMEOUT, Trouble.LOST, Trouble.CLOSED})
-"""The server may still execute the call."""
+"""Reasons after which the server may still execute the call."""
 
 
 class CallFailure(msgspec.Struct, frozen=True):

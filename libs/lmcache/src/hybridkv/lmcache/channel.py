@@ -1,7 +1,7 @@
 """Channel: the thread that sends calls to one server and receives answers, with a deadline for each call.
 
 Other threads queue calls, up to a limit, and never wait. Each call ends once: with its answer, at its deadline, or when
-the connection is dropped. A late answer is still reported, because the pages of the call are in use until then.
+the connection is dropped. A late answer is still reported, because the pages of the call are in use until it comes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _BATCH = 256
 _RECONNECT_S = 0.5
 """Pause between attempts to create a socket, in seconds, if files or memory have run out."""
 MAX_CALLS = 4096
-"""Maximum open calls; more are BUSY."""
+"""Maximum open calls; further calls fail with BUSY."""
 MAX_LATE = 4096
-"""Maximum calls past their deadline with a pending `on_late`; the oldest is dropped."""
+"""Maximum calls past their deadline with a pending `on_late`; one more drops the oldest of them."""
 
 
 @dataclass(slots=True)
@@ -50,14 +50,14 @@ class _OpenCall:
 
 
 class Channel:
-    """ZMQ connection to a server, reopened when it is dropped.
+    """ZMQ connection to a server. A dropped connection is opened again.
 
     Callbacks of calls and of `after` run on the channel's thread and must not block.
 
     Args:
-        host: of the server's ZMQ side.
-        port: of the server's ZMQ side.
-        clock: seconds.
+        host: host of the server's ZMQ side.
+        port: port of the server's ZMQ side.
+        clock: returns seconds.
         on_cut: called on the channel's thread after a disconnect, when all calls in flight have ended with LOST.
     """
 
@@ -115,12 +115,12 @@ class Channel:
         self._post(lambda: self._send(open_call))
 
     def after(self, delay_s: float, action: Callable[[], None], *, is_open: bool = False) -> None:
-        """Runs `action` on the channel's thread after `delay_s`, or when the channel closes if that is earlier.
+        """Runs `action` on the channel's thread after `delay_s`, or earlier when the channel closes.
 
         Args:
             delay_s: delay in seconds.
             action: callback.
-            is_open: it continues a call, so `drain` waits for it.
+            is_open: True if `action` continues an operation; then `drain` waits for the action.
         """
         due_s = self._clock() + delay_s
         if is_open:
@@ -152,12 +152,12 @@ class Channel:
         return self._num_open
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until every call and its callbacks have ended. False after `timeout_s`."""
+        """Waits until every call and its callbacks have ended. Returns False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Ends all calls with CLOSED. False if the thread is still in a callback. Repeatable."""
+        """Ends all calls with CLOSED. Returns False if the thread is still in a callback. Repeatable."""
         if threading.current_thread() is self._thread:
             raise LMCacheProtocolError("close: called on the channel's own thread")
         with self._lock:
@@ -186,7 +186,7 @@ class Channel:
             self._wake()
 
     def _wake(self) -> None:
-        # If the socket is full, the thread is already woken. If it is closed, the thread has ended.
+        # If the socket is full, the thread is already woken. If the socket is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
@@ -285,7 +285,7 @@ class Channel:
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Opens another socket; retries later if that fails."""
+        """Opens another socket. If the open fails, tries again later."""
         if self._is_closing or not self._socket.closed:
             return
         try:
@@ -296,7 +296,7 @@ class Channel:
             heapq.heappush(self._timers, (due_s, next(self._uids), self._reconnect))
 
     def _send(self, open_call: _OpenCall) -> None:
-        """Sends a call, or retries soon if there is no connection yet."""
+        """Sends a call. If there is no connection yet, tries again soon."""
         if self._is_closing or self._clock() >= open_call.until_s:
             self._end(
                 open_call, CallFailure(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, open_call.call.name)
@@ -324,7 +324,7 @@ class Channel:
         self._due_s = min((open_call.until_s for open_call in self._open_calls.values()), default=math.inf)
 
     def _read(self) -> bool:
-        """Reads one answer. False if there is none."""
+        """Reads one answer. Returns False if there is no answer."""
         frames: list[bytes] = []
         num_frames = 0
         try:
@@ -357,7 +357,7 @@ class Channel:
         on_end, open_call.on_end = open_call.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
-        self._count_ended()  # after the callback, so that `drain` includes it
+        self._count_ended()  # after the callback, so that `drain` waits for the callback
 
     def _count_ended(self) -> None:
         with self._changed:
@@ -366,7 +366,7 @@ class Channel:
 
     def _finish(self) -> None:
         with self._lock:
-            self._is_closing = True  # also where the thread ends because of a bug
+            self._is_closing = True  # also if the thread ends because of a bug
         self._disconnect()
         open_calls, self._open_calls = self._open_calls, {}
         for each in open_calls.values():

@@ -50,7 +50,7 @@ class ConnectionOptions:
         beat_s: heartbeat interval.
         max_missed_beats: consecutive missed heartbeats after which the server is down.
         retry_s: first pause between connection attempts; doubles up to `retry_max_s`.
-        retry_max_s: longest pause. Short, because the server is on this host and an attempt is cheap.
+        retry_max_s: longest pause. The default is short, because the server is on this host and an attempt is cheap.
     """
 
     call_timeout_s: float = 5.0
@@ -69,7 +69,7 @@ class Ready:
 
     Args:
         facts: detected version and settings.
-        codec: codec of its version.
+        codec: codec of the server's version.
         chunk_tokens: agreed chunk size.
         registration: registered memory of this process, if any.
     """
@@ -86,7 +86,7 @@ class Down:
 
     reason: str
     refusal: LMCacheConfigurationError | None = None
-    """Set if the server answers but is unsuitable. Retried, because an operator may replace the server."""
+    """Set if the server answers but is unsuitable. The connection still retries: an operator may replace the server."""
 
 
 ServerState: TypeAlias = Ready | Down
@@ -97,13 +97,13 @@ class ServerSession(Protocol):
 
     @property
     def alignment_tokens(self) -> int:
-        """The chunk size must be a multiple of it."""
+        """Number of tokens; the chunk size must be a multiple of this number."""
         ...
 
     def registration_for(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
         """Memory to register with this server; None for a lookup-only process.
 
-        Called on the connection's thread for each new connection, when no call of an older one is open.
+        Called on the connection's thread for each new connection, when no call of an older connection is open.
 
         Raises:
             LMCacheConfigurationError: this server cannot be used.
@@ -112,17 +112,17 @@ class ServerSession(Protocol):
 
 
 class _SilentError(Exception):
-    """The server did not answer a required call."""
+    """The server did not answer a call that the connection needs."""
 
 
 class Connection:
     """Connection to one server. Starts to connect at once.
 
     Args:
-        address: of the server.
+        address: address of the server.
         session: registration of this process.
         options: timeouts and limits.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Connection:
 
     @property
     def ready(self) -> Ready | None:
-        """The server if it is usable, else None."""
+        """The usable server, or None."""
         state = self._state
         return state if isinstance(state, Ready) else None
 
@@ -178,15 +178,15 @@ class Connection:
         return self._state
 
     def suspect(self) -> None:
-        """Checks the registration of this process now."""
+        """Sends a heartbeat now. A heartbeat registers this process again."""
         with self._changed:
             self._is_suspect = True
             self._changed.notify_all()
 
     def post(self, task: Callable[[Ready], None]) -> None:
-        """Queues a blocking task for the connection's thread. It runs while the server is usable.
+        """Queues a blocking task for the connection's thread, which runs tasks while the server is usable.
 
-        If more than `MAX_TASKS` are queued, the oldest is dropped.
+        If more than `MAX_TASKS` tasks are queued, the oldest task is dropped.
         """
         with self._changed:
             self._tasks.append(task)
@@ -197,7 +197,7 @@ class Connection:
         return self._address
 
     def doubt(self) -> None:
-        """Drops this connection and starts another."""
+        """Drops the connection to the server and connects again."""
         self._cut()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -286,8 +286,8 @@ class Connection:
     def _agree_on_chunk(self, codec: Codec, alignment: int) -> int:
         ended = self._call(codec.chunk_tokens(alignment))
         if isinstance(ended, CallFailure) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
-            # A server does not answer if another engine has settled another chunk size. Its configuration does not
-            # show which.
+            # A server does not answer if another engine has settled another chunk size. The server's configuration
+            # does not show that size.
             ended = self._call(codec.settled_chunk_tokens())
         if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer about the chunk: {ended}")
@@ -312,7 +312,7 @@ class Connection:
             if self._is_cut:
                 return "the connection is cut"
             self._is_suspect = False
-            if self._tasks:  # one per heartbeat: tasks are slow, and heartbeats must continue
+            if self._tasks:  # one task per heartbeat: tasks are slow, and heartbeats must continue
                 self._run_task(self._tasks.popleft(), ready)
             missed = 0 if self._answers_heartbeat(ready) else missed + 1
             if missed >= self._options.max_missed_beats:
@@ -325,7 +325,7 @@ class Connection:
             logger.exception("a task for LMCache's server failed")
 
     def _answers_heartbeat(self, ready: Ready) -> bool:
-        # Repeating a registration has no effect. A server drops the registration of an idle process.
+        # A server drops the registration of an idle process, so repeat it. A repeated registration has no other effect.
         if ready.registration is not None and isinstance(
             self._call(ready.codec.register(ready.registration)), CallFailure
         ):

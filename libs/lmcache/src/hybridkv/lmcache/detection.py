@@ -1,4 +1,4 @@
-"""Detects the version and settings of a server over HTTP. The connection then probes its ZMQ side."""
+"""Detects the version and settings of a server over HTTP. The connection probes the ZMQ side later."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Version and settings of one server process.
 
     Args:
-        version: of LMCache.
-        separate_groups: windows and states are stored in separate objects, with their own lookup rules.
+        version: version of LMCache.
+        separate_groups: True if windows and states are stored in separate objects, with their own lookup rules.
         null_block: block id of the null block.
-        keeps_whole_windows: it stores every block of a window group, not only those at the end of each chunk.
-        hash_algorithm: hash of its object names.
+        keeps_whole_windows: True if the server stores every block of a window group, not only the blocks at the end of
+            each chunk.
+        hash_algorithm: hash algorithm of object names.
     """
 
     version: str
@@ -52,7 +53,7 @@ class _Config(msgspec.Struct):
 
 
 def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> ServerFacts:
-    """Facts of the server at an address.
+    """Detects the facts of the server at an address.
 
     Raises:
         HttpError: no answer, or not an answer of an LMCache server.
@@ -76,7 +77,7 @@ def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> S
         version=version,
         separate_groups=mp.separate_object_groups,
         null_block=mp.null_block_id,
-        # A blending engine stores every block of a window; others only those at the end of each chunk.
+        # A blending engine stores every block of a window; other engines only the blocks at the end of each chunk.
         keeps_whole_windows=mp.engine_type != "default",
         hash_algorithm=mp.hash_algorithm,
     )

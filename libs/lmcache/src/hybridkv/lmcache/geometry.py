@@ -1,8 +1,8 @@
-"""Geometry: groups under a server's chunk size, their order, and checks of what a server would silently refuse.
+"""Geometry: groups under a server's chunk size, their order, and checks for layouts that a server refuses silently.
 
-A server numbers groups in registration order and stores groups with the same window rule in one object. A CPU server
-0.5.6 stores such groups wrongly if they are not adjacent. So groups are registered sorted by window rule, and block ids
-follow that order.
+A server numbers groups in registration order and stores groups with the same window rule in one object. A server 0.5.6
+on a CPU stores such groups wrongly if they are not adjacent. So groups are registered in the order of window rules, and
+block ids follow that order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PageGroup(msgspec.Struct, frozen=True):
     """One stored group.
 
     Args:
-        spec: any kind except SCRATCH, which is not stored.
+        spec: spec of any kind except SCRATCH, which is not stored.
         payload_bytes: bytes of all layers in one block.
     """
 
@@ -80,7 +80,7 @@ class Geometry:
 
     @functools.cached_property
     def kept_per_chunk(self) -> tuple[int, ...]:
-        """Blocks at the end of each chunk that a server reads and writes; it skips earlier ones."""
+        """Blocks at the end of each chunk that a server reads and writes. The server skips the earlier blocks."""
         return tuple(
             blocks if window is None else min(blocks, window // group.spec.block_tokens)
             for group, blocks, window in zip(self.groups, self.blocks_per_chunk, self.windows, strict=True)
@@ -95,25 +95,25 @@ class Geometry:
         """Groups of each object of a chunk. A server stores an object completely or not at all.
 
         Args:
-            separate: the server separates window rules (`ServerFacts.separate_groups`).
+            separate: True if the server separates window rules (`ServerFacts.separate_groups`).
         """
         if not separate:
             return (self.order,)
         return tuple(tuple(each) for _, each in itertools.groupby(self.order, self._law))
 
     def _law(self, index: int) -> tuple[bool, int]:
-        """Window rule of a group: whether it has states, and how many chunks its window spans."""
+        """Window rule of a group: True if it has states; number of chunks that its window spans."""
         window = self.windows[index]
         chunks = _WHOLE if window is None else -(-window // self.chunk_tokens)
         return self.groups[index].spec.kind is GroupKind.RECURRENT, chunks
 
     @functools.cached_property
     def needs_separate_groups(self) -> bool:
-        """True if a server with all groups in one object could not find the resume points of a group."""
+        """True if a server with all groups in one object cannot find the resume points of a group."""
         return any(group.spec.kind is GroupKind.RECURRENT for group in self.groups)
 
     def digest(self) -> bytes:
-        """Encoding of the layout. Clients that share a cache must have equal ones."""
+        """Encoding of the layout. Clients that share a cache must have equal encodings."""
         return msgspec.msgpack.encode((self.groups, self.chunk_tokens, self.order, self.windows))
 
 
@@ -154,7 +154,7 @@ def _window_tokens(spec: GroupSpec) -> int | None:
             return max(1, -(-(spec.window_tokens - 1) // block)) * block
         case GroupKind.CHUNKED:
             assert spec.align_tokens is not None
-            # A boundary may be anywhere in an attention chunk, so at most one whole attention chunk is needed.
+            # A boundary may be anywhere in an attention chunk, so a resume needs at most one whole attention chunk.
             return -(-spec.align_tokens // block) * block
     return None
 
@@ -163,7 +163,7 @@ def _window_tokens(spec: GroupSpec) -> int | None:
 
 
 def common_chunks(geometry: Geometry, tables: Mapping[int, Sequence[int]]) -> int:
-    """Number of leading chunks with all blocks of every group. A group without a table has none."""
+    """Number of leading chunks with all blocks of every group. 0 if a group has no table."""
     tokens = (len(tables.get(index, ())) * group.spec.block_tokens for index, group in enumerate(geometry.groups))
     return min(tokens, default=0) // geometry.chunk_tokens
 
@@ -174,14 +174,14 @@ def cut_tables(
     """Blocks of each group in [start_token, end_token), in the server's order.
 
     Args:
-        geometry: of the groups.
+        geometry: geometry of the groups.
         tables: block ids of each group, from token 0.
-        start_token: a multiple of the chunk.
-        end_token: a multiple of the chunk.
+        start_token: first token; a multiple of the chunk size.
+        end_token: token after the last; a multiple of the chunk size.
 
     Raises:
-        LMCacheProtocolError: the range is not whole chunks, or a group lacks blocks. For a short list a server stores
-            nothing and only writes to its own log.
+        LMCacheProtocolError: the range is not whole chunks, or a group lacks blocks. A server stores nothing for a list
+            that is too short, and reports the error in its own log only.
     """
     chunk = geometry.chunk_tokens
     if start_token % chunk or end_token % chunk or not 0 <= start_token < end_token:
@@ -199,7 +199,7 @@ def storable(geometry: Geometry, tables: Mapping[int, Sequence[int]], stored_tok
     """Tokens that a request can store now: whole computed chunks with blocks of every group.
 
     Args:
-        geometry: of the groups.
+        geometry: geometry of the groups.
         tables: block ids of each group, from token 0.
         stored_tokens: length of the stored prefix.
         num_tokens: number of computed tokens.

@@ -74,7 +74,7 @@ def _request(
 
 @contextlib.contextmanager
 def _ended_in(sock: socket.socket, timeout_s: float) -> Iterator[None]:
-    """Shuts the socket down after `timeout_s`. The timeout of a socket restarts with each byte."""
+    """Shuts the socket down after `timeout_s`: the socket's own timeout restarts with each byte."""
 
     def end() -> None:
         with contextlib.suppress(OSError):

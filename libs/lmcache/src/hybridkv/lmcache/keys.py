@@ -1,8 +1,8 @@
 """Page identities, cache names, and the words that a server hashes in place of token ids.
 
-A server hashes the 32-bit words of each chunk together with the hash of the chunk before it. It does not interpret the
-words. This library sends digests in place of token ids, because a digest also identifies the adapter, images and
-weights. So the server never gets the prompt.
+A server hashes the 32-bit words of each chunk together with the hash of the chunk before it. The server does not
+interpret the words. This library sends digests in place of token ids, because a digest also identifies the adapter,
+images and weights. So the server never gets the prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAGE_FORMAT = 1
 
 
 def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
-    """One chunk of words for each digest: the digest, padded with zeros to `chunk_tokens` words.
+    """Words for the server: for each digest one chunk, the digest padded with zeros to `chunk_tokens` words.
 
     Raises:
         LMCacheConfigurationError: the chunk has fewer words than a digest.
@@ -36,7 +36,7 @@ def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
 
 
 def page_identity(digest: bytes, group: int, block: int) -> bytes:
-    """Identity of the page of one block. `digest` identifies the prefix that ends with its chunk."""
+    """Identity of the page of one block. `digest` identifies the prefix up to the end of the block's chunk."""
     content = len(digest).to_bytes(2, "little") + digest + group.to_bytes(4, "little") + block.to_bytes(8, "little")
     return hashlib.blake2b(content, digest_size=IDENTITY_BYTES, person=b"hybridkv page 1").digest()
 
@@ -44,7 +44,7 @@ def page_identity(digest: bytes, group: int, block: int) -> bytes:
 def cache_name(fingerprint: bytes, geometry: bytes) -> str:
     """Name of a cache at a server. Equal only for equal content and layout.
 
-    Only letters, digits and "-", because servers use it in file names.
+    The name has only letters, digits and "-", because servers use it in file names.
     """
     content = len(fingerprint).to_bytes(2, "little") + fingerprint + geometry
     digest = hashlib.blake2b(content, digest_size=20, person=b"hybridkv cache 1").hexdigest()

@@ -1,7 +1,8 @@
-"""Operations on prefixes: lookup, store, retrieve. Each is a sequence of calls and ends once.
+"""Operations on prefixes: lookup, store, retrieve. Each operation is a sequence of calls and ends once.
 
-A successful lookup holds locks until it is retrieved to its end or released. A completed store may not be readable yet;
-only a lookup shows that. A session is used once: a server caches the hashes of a session and ignores later tokens.
+The server keeps the locks of a lookup until the hit is retrieved to its end or released. Chunks of a completed store
+may not be readable yet; only a lookup shows this. A session is used for one prefix only, because a server caches the
+hashes of a session and ignores later tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.wire import Key, MoveAnswer, RpcCall
 
 POLL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""Pauses between polls of a lookup or a store, in seconds; the last one repeats."""
+"""Pauses between polls of a lookup or a store, in seconds; the last pause repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Prefix:
 
     Args:
         model: name of the cache.
-        world_size: number of ranks; each stores its own part.
+        world_size: number of ranks; each rank stores its own part.
         words: words of the whole prefix, see `keys`.
     """
 
@@ -46,12 +47,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Result of a lookup. It holds locks: retrieve it to its end, or release it.
+    """Result of a lookup. The server keeps its locks until the hit is retrieved to its end or released.
 
     Args:
         prefix: requested prefix.
         rank: rank of the part; None for all ranks.
-        num_chunks: length of the prefix that every group can resume after, in chunks.
+        num_chunks: chunks of the prefix after which every group can resume.
         session: session that holds the locks. No locks are held if `num_chunks` is 0.
     """
 
@@ -62,13 +63,13 @@ class PrefixHit:
 
 
 AGAIN_S = 5.0
-"""Deadline of the second call that ends a session, in seconds."""
+"""Timeout of the second call that ends a session, in seconds."""
 MAX_UNENDED = 1024
-"""Sessions to end when a lost server is usable again; older ones are left to the server."""
+"""Maximum sessions to end when a lost server is usable again. Older sessions are left to the server."""
 
 
 class LookupHandle:
-    """Lookup, from its start until its locks are released. For any thread; it may be dropped before the answer.
+    """Lookup, from its start until its locks are released. For any thread. A caller may drop it before the answer.
 
     Args:
         until_s: deadline, by the clock of the operations.
@@ -114,12 +115,12 @@ class OperationCounts(msgspec.Struct, frozen=True):
     """Lookups that found at least one chunk."""
     stores: int = 0
     stored_chunks: int = 0
-    """Chunks that a server accepted; they may not be readable."""
+    """Chunks that a server accepted; these chunks may not be readable."""
     retrieves: int = 0
     retrieved_chunks: int = 0
     """Chunks that a server reported as written; the page headers show whether they are valid."""
     lacks: dict[str, int] = {}
-    """Failures by operation and reason, as "lookup timeout". Only those that occurred."""
+    """Failures by operation and reason, as "lookup timeout". Has only failures that occurred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class Operations:
     """Operations at one server. For any thread. Callbacks run on the channel's thread and must not block.
 
     Args:
-        connection: to the server; not closed by this class.
+        connection: connection to the server; not closed by this class.
     """
 
     def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
@@ -165,7 +166,7 @@ class Operations:
         timeout_s: float,
         on_end: Callable[[Ended[PrefixHit]], None] = lambda ended: None,
     ) -> LookupHandle:
-        """Finds the longest stored part of a prefix and locks it."""
+        """Finds the longest stored part of a prefix. The server locks this part."""
         lookup = LookupHandle(self._clock() + timeout_s, self.release)
 
         def end(ended: Ended[PrefixHit]) -> None:
@@ -191,10 +192,10 @@ class Operations:
     ) -> None:
         """Reads chunks [start_chunk, end of `found`) into the pages, releases the locks and ends the session.
 
-        `found` must be of one rank.
+        `found` must be the hit of one rank.
 
         `on_settled` is called once, when the server writes no more and the locks are released: at the end, or after a
-        late answer. Without an answer it is not called, and the pages stay in use until the server is replaced.
+        late answer. Without an answer `on_settled` is not called: the pages stay in use until the pool is recreated.
         """
         ready = self._mover(pages)
         if isinstance(ready, CallFailure):
@@ -226,7 +227,7 @@ class Operations:
         on_end: Callable[[Ended[None]], None],
         on_settled: Callable[[], None],
     ) -> None:
-        """Stores the pages of chunks [start, end). At the end they are accepted, but may not be readable yet.
+        """Stores the pages of chunks [start, end). After success the chunks may not be readable yet: see `confirm`.
 
         `on_settled`: see `retrieve`.
         """
@@ -274,7 +275,7 @@ class Operations:
 
         look()
 
-    # The calls of each.
+    # Calls of each operation.
 
     def _lookup(
         self,
@@ -371,7 +372,7 @@ class Operations:
             freed(CallAnswer(None))
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
-        """Ends a session. Without an answer it is ended once more when the server answers again."""
+        """Ends a session. Without an answer, the session is ended once more when the server answers again."""
 
         def ended(answer: Ended[None]) -> None:
             if isinstance(answer, CallFailure):

@@ -1,7 +1,7 @@
 """Page of a pool: a header of this library, then the bytes of one block of one group. PAGE.md lists the fields.
 
 LMCache has no checksums: its server returns the bytes from its disk unchecked and reports success. So the header of a
-page holds an identity and a checksum, and a page is used only if both match. The server sees header and payload as one
+page holds an identity and a checksum, and a page is used only if both match. For the server, header and payload are one
 run of bytes.
 """
 

@@ -4,9 +4,9 @@ A page is taken for one operation and given back when the server can no longer a
 keeps its pages until its late answer. If no answer can come any more, the pool is recreated in new memory under a new
 name, and pages taken from the old memory are void.
 
-The memory has a name that a server maps, removed on close, or by the next start after a crash. The name must exist
-while a server may map it, so it cannot be unlinked early. The owner holds a file lock, which ends with the process: a
-segment of this library without a lock has no owner.
+A server maps the memory by its name. The name is removed on close, or by the next start after a crash; not earlier,
+because a server may still map the memory. The owner holds a file lock, which ends with the process: a segment of this
+library without a lock has no owner.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INSTANCE_BITS = 62
 
 
 class SharedMemory:
-    """One segment.
+    """One segment of shared memory with a name.
 
     Args:
         num_bytes: size; the content is zeros.
@@ -53,8 +53,8 @@ class SharedMemory:
         self._path = directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # a sweep may hold it briefly
-            # Allocate now: a failed page allocation later would kill the process that touches it.
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # a sweep may hold the lock briefly
+            # Allocate now: a failed page allocation later would kill the process that touches the page.
             os.posix_fallocate(self._file, 0, num_bytes)
             self._map = mmap.mmap(self._file, num_bytes)
         except OSError as error:
@@ -73,7 +73,7 @@ class SharedMemory:
         return f"/{self._path.name}"
 
     def close(self) -> None:
-        """Removes the name, and unmaps the memory unless a view of it is in use. Repeatable."""
+        """Removes the name, and unmaps the memory unless a view is in use. Repeatable."""
         if self._file < 0:
             return
         self._remove()
@@ -95,7 +95,7 @@ def sweep(directory: Path = DIRECTORY) -> int:
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # another user's, or removed
+            continue  # a segment of another user, or removed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A new segment that is not locked yet is still empty.
@@ -115,7 +115,7 @@ class Taken:
     """Pages of one operation.
 
     Args:
-        instance: instance of the pool at the time. If the pool has another instance, the pages are void.
+        instance: instance of the pool when the pages were taken. If the pool has another instance, the pages are void.
         blocks: page numbers of each group.
     """
 
@@ -138,7 +138,7 @@ class Pool:
         if num_chunks <= 0:
             raise LMCacheProtocolError(f"a pool of {num_chunks} chunks")
         self.geometry = geometry
-        self._num_blocks = tuple(1 + num_chunks * kept for kept in geometry.kept_per_chunk)  # and the null block
+        self._num_blocks = tuple(1 + num_chunks * kept for kept in geometry.kept_per_chunk)  # plus the null block
         self._offsets, num_bytes = _offsets(geometry, self._num_blocks)
         self.num_bytes = num_bytes
         self._memory = SharedMemory(num_bytes)
@@ -156,7 +156,7 @@ class Pool:
 
     @property
     def view(self) -> memoryview:
-        """The whole memory. A copy engine registers it again for each `instance`."""
+        """The whole memory. A copy engine must register the memory again for each `instance`."""
         return self._memory.view
 
     @property
@@ -224,7 +224,7 @@ class Pool:
             return len(self._free[group])
 
     def take(self, numbers: Mapping[int, int]) -> Taken | None:
-        """Takes pages of each group. None, and nothing taken, if a group has too few free pages."""
+        """Takes pages of each group. Returns None and takes nothing if a group has too few free pages."""
         with self._lock:
             if any(number > len(self._free[group]) for group, number in numbers.items()):
                 return None

@@ -21,9 +21,9 @@ class LMCacheSession:
     Args:
         groups: stored groups.
         fingerprint: fingerprint of the content.
-        world_size: number of ranks; each stores its own part.
-        num_chunks: size of the pool; 0 for a lookup-only process.
-        chunk_tokens: required chunk size; None accepts that of the first server.
+        world_size: number of ranks; each rank stores its own part.
+        num_chunks: size of the pool in chunks; 0 for a lookup-only process.
+        chunk_tokens: required chunk size; None accepts the chunk size of the first server.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LMCacheSession:
 
     @property
     def model(self) -> str:
-        """The name of the cache."""
+        """Name of the cache."""
         return cache_name(self._fingerprint, self.geometry.digest())
 
     @property

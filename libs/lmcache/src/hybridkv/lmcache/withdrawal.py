@@ -1,7 +1,7 @@
 """Deletes corrupt objects from a server, so that they can be stored again: a server never overwrites an object.
 
-Its ZMQ side has no call for this. Its HTTP side deletes objects by hash, so this module computes the hashes: BLAKE3 of
-the hash of the previous chunk and the words of the chunk.
+The server's ZMQ side has no call for this. The HTTP side deletes objects by hash, so this module computes the hash of a
+chunk: BLAKE3 of the hash of the previous chunk and the words of the chunk.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybridkv.lmcache.operations import Prefix
 logger = logging.getLogger(__name__)
 
 _BEFORE_ALL = blake3(bytes(8) + bytes(4)).digest()
-"""Hash before the first chunk: over the number 0 in eight bytes and one token 0."""
+"""Previous hash of the first chunk: BLAKE3 of the number 0 in eight bytes and one token 0 in four bytes."""
 _NO_DISK = 503
 """Status for tier "l2" of a server without that tier."""
 TIMEOUT_S = 3.0
-"""Timeout of one request, in seconds. It blocks the connection's thread."""
+"""Timeout of one request, in seconds. The request blocks the connection's thread."""
 MAX_ATTEMPTS, RETRY_S = 50, 0.2
-"""Objects that are being read are skipped, so the deletion is retried."""
+"""Maximum attempts, and seconds between them. A server skips objects that are being read, so a deletion is retried."""
 
 
 class _Deleted(msgspec.Struct):
@@ -37,7 +37,7 @@ def withdraw(connection: Connection, prefix: Prefix, rank: int, chunk: int, num_
     """Deletes one rank's part of a chunk in the background. Reports no result.
 
     Args:
-        connection: to the server.
+        connection: connection to the server.
         prefix: prefix with the chunk.
         rank: rank of the part.
         chunk: index of the chunk, from 0.
@@ -83,7 +83,7 @@ def _begin(connection: Connection, withdrawal: _Withdrawal, attempt: int) -> Non
 
 
 def _delete(address: HttpAddress, keys: list[dict[str, object]], tier: str) -> bool:
-    """Deletes objects of one tier of a server. True if some were skipped. Raises `HttpError` on failure."""
+    """Deletes objects of one tier of a server. True if the server skipped objects. Raises `HttpError` on failure."""
     status, body = delete(address, "/cache/objects", {"keys": keys, "tier": tier, "force": False}, TIMEOUT_S)
     if status == _NO_DISK and tier == "l2":
         return False
@@ -97,7 +97,7 @@ def _delete(address: HttpAddress, keys: list[dict[str, object]], tier: str) -> b
 
 
 def object_names(words: bytes, chunk_tokens: int) -> list[bytes]:
-    """Hash of each chunk, as a server computes it."""
+    """Hash of each chunk, computed in the same way as by a server."""
     names, name, chunk_bytes = [], _BEFORE_ALL, 4 * chunk_tokens
     for at in range(0, len(words), chunk_bytes):
         name = blake3(name + words[at : at + chunk_bytes]).digest()

@@ -59,7 +59,7 @@ class Section(enum.StrEnum):
 
 
 class View(enum.StrEnum):
-    """Function that a panel shows of a metric."""
+    """Function of a metric that a panel shows."""
 
     RATE = "rate"
     """Counter: increase per second."""
@@ -102,7 +102,7 @@ class Metric:
 
     Args:
         buckets: upper bounds of a histogram, ascending, without infinity.
-        panel: its panel on the dashboard.
+        panel: panel of the metric on the dashboard.
         starts_at_zero: export all series from the start, for alerts on a single event. Otherwise a series with labels
             appears with its first count, and Prometheus sees no increase.
     """
@@ -146,13 +146,13 @@ class Metric:
 
     @property
     def view(self) -> View:
-        """View of its panel."""
+        """View of the metric's panel."""
         chosen = self.panel.view if self.panel is not None else None
         return chosen or _VIEWS[self.kind][0]
 
     @property
     def shown_labels(self) -> tuple[str, ...]:
-        """Labels that its panel shows as separate series."""
+        """Labels that the metric's panel shows as separate series."""
         by = self.panel.by if self.panel is not None else None
         return self.label_names if by is None else by
 

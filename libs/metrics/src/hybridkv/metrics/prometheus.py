@@ -1,6 +1,7 @@
 """Export of counts to Prometheus. The caller passes the metric classes; no client library is imported.
 
-vLLM passes the classes of prometheus_client, or its wrappers of Ray's; both have `labels`, `inc`, `set`, `observe`.
+vLLM passes the classes of prometheus_client, or its wrappers of Ray's classes; both have `labels`, `inc`, `set`,
+`observe`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Estimator of prompt tokens that a tier of another size would restore: sampled reuse distances, in fixed memory.
 
-The reuse distance of a chunk is the size of all distinct chunks that were used since its last use, itself included. An
-LRU tier holds the chunk if the tier is at least as large. So one histogram of distances gives the restored tokens for
-every size. Method: SHARDS (Waldspurger et al., FAST 2015), which samples chunks by their hash. Recurrent states are not
-sampled, because a request has few of them. Reads no clock. For one thread.
+The reuse distance of a chunk is the size of all distinct chunks that were used since its last use, including the chunk.
+An LRU tier holds the chunk if the tier is at least as large. So one histogram of distances gives the restored tokens
+for every size. Method: SHARDS (Waldspurger et al., FAST 2015), which samples chunks by their hash. Recurrent states are
+not sampled, because a request has few of them. Reads no clock. For one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_NEW_EPOCHS: Final = UNITS
 
 
 class _ReuseEpoch:
-    """Chunks used at about the same time. An epoch that was merged into an older one has `merged_into`."""
+    """Chunks used at about the same time. `merged_into` is the older epoch into which it was merged, or None."""
 
     __slots__ = ("merged_into", "newer_bytes", "num_bytes")
 
@@ -51,12 +51,13 @@ def _root(epoch: _ReuseEpoch) -> _ReuseEpoch:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """Tokens of prompts, and how many of them a tier of a given size would have restored.
+    """Number of prompt tokens, and number of tokens that a tier of a given size would have restored.
 
     Args:
         prompt_tokens: tokens of all prompts.
-        unit_bytes: resolution of sizes.
-        by_units: restored tokens that need a tier of (index + 1) units; the last one needs more than all others.
+        unit_bytes: resolution of sizes, in bytes.
+        by_units: restored tokens that need a tier of (index + 1) units; the last entry needs a larger tier than all
+            others.
     """
 
     prompt_tokens: float
@@ -69,14 +70,17 @@ class ReuseReport:
         return sum(self.by_units)
 
     def restored_tokens(self, capacity_bytes: float) -> float:
-        """Tokens that a tier of `capacity_bytes` would have restored, at most `MAX_MULTIPLE` times today's."""
+        """Tokens that a tier of `capacity_bytes` would have restored.
+
+        Larger sizes than `MAX_MULTIPLE` times the capacity of the estimator count as that size.
+        """
         num_units = min(int(capacity_bytes / self.unit_bytes), len(self.by_units) - 1)
         return sum(self.by_units[:num_units])
 
     def bytes_for(self, share: float) -> float | None:
-        """The smallest tier that would have restored this share of `reused_tokens`.
+        """Size in bytes of the smallest tier that would have restored this share of `reused_tokens`.
 
-        None if nothing was reused, or if the tier is above all sizes.
+        None if nothing was reused, or if the tier would be larger than all measured sizes.
         """
         wanted = share * self.reused_tokens
         if not wanted:
@@ -90,7 +94,7 @@ class ReuseReport:
 class ReuseEstimator:
     """Reuse distances of the requests of one engine.
 
-    Call `ask` with each new prompt, and `use` with its chunks when the request ends.
+    Call `count_prompt` with each new prompt, and `use` with its chunks when the request ends.
 
     Args:
         capacity_bytes: size of the tier.
@@ -120,8 +124,8 @@ class ReuseEstimator:
         """Measures the distances of a new prompt.
 
         Args:
-            prompt_tokens: its length.
-            chunks: keys of its chunks of attention at which it could resume, from the first on.
+            prompt_tokens: length of the prompt.
+            chunks: keys of the prompt's attention chunks, from the first on, up to the last possible boundary.
             states: keys of the states at the same boundaries; empty if the model has none.
         """
         self._prompt_tokens += prompt_tokens
@@ -131,11 +135,11 @@ class ReuseEstimator:
             self._measure_states(states)
 
     def use(self, chunks: Sequence[bytes], states: Iterable[bytes] = ()) -> None:
-        """Makes the chunks and states of a request the most recently used ones, the first chunk most.
+        """Records the last use of a request's chunks and states. The first chunk becomes the most recently used one.
 
         Args:
-            chunks: keys of its stored chunks of attention, from the first on.
-            states: keys of its stored states.
+            chunks: keys of the request's stored attention chunks, from the first on.
+            states: keys of the request's stored states.
         """
         self._new_epochs = 0
         for key in states:
@@ -152,7 +156,7 @@ class ReuseEstimator:
             self._sample_fewer()
 
     def report(self) -> ReuseReport:
-        """Tokens that the model can resume: with states, only at a state."""
+        """Report over all prompts. For a model with states, tokens are restored only up to a state."""
         return self._report(self._by_state if self._state_bytes else self._by_chunk)
 
     def forget(self) -> None:
@@ -178,7 +182,7 @@ class ReuseEstimator:
             epoch = self._chunks.get(key)
             if epoch is None:
                 break
-            # A prefix needs all chunks before it too.
+            # A prefix also needs all chunks before this one.
             needed = max(needed, self._distance(epoch, self._chunk_bytes))
             self._by_chunk[self._bucket(needed)] += self._chunk_tokens * weight
 
@@ -231,7 +235,7 @@ class ReuseEstimator:
         self._epochs.append(_ReuseEpoch())
 
     def _merge_epochs(self) -> None:
-        """Merges neighbours. Older epochs become larger."""
+        """Merges adjacent epochs. The older they are, the larger a merged epoch can be."""
         merged: list[_ReuseEpoch] = []
         for epoch in self._epochs:
             limit = max(self._unit_bytes, epoch.newer_bytes / EPOCHS_PER_DISTANCE)
@@ -248,7 +252,7 @@ class ReuseEstimator:
                 table[key] = _root(epoch)
 
     def _drop_old(self) -> None:
-        """Drops chunks at distances above all sizes. A later use of one counts as no reuse."""
+        """Drops chunks at distances above all sizes. A later use of such a chunk does not count as reuse."""
         limit, num_bytes = self._unit_bytes * UNITS * MAX_MULTIPLE, self._chunk_bytes * (self._mask + 1)
         kept: dict[bytes, _ReuseEpoch] = {}
         for key, epoch in self._chunks.items():
@@ -260,7 +264,7 @@ class ReuseEstimator:
         self._chunks = kept
 
     def _sample_fewer(self) -> None:
-        """Halves the share of sampled chunks. Each one left stands for twice as many."""
+        """Halves the share of sampled chunks. Each remaining chunk counts for twice as many chunks."""
         num_bytes, mask = self._chunk_bytes * (self._mask + 1), 2 * self._mask + 1
         kept: dict[bytes, _ReuseEpoch] = {}
         for key, epoch in self._chunks.items():
@@ -275,7 +279,7 @@ class ReuseEstimator:
     def _report(self, counts: Collection[float]) -> ReuseReport:
         by_units = list(counts)
         if counts is self._by_chunk:
-            # Requests share few chunks, so the sample may hold too many or too few of those that are used most.
+            # Requests share few chunks, so the sample may have too many or too few of the most used chunks.
             missing = (self._requested_chunks - self._sampled_chunks) * self._chunk_tokens
             for place, tokens in enumerate(by_units):
                 by_units[place] = max(0.0, tokens + missing)

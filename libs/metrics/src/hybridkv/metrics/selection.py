@@ -73,7 +73,7 @@ class ChildSelection(msgspec.Struct, forbid_unknown_fields=True):
     load_bytes: int = 0
     clamped_tokens: int = 0
     pending_loads: int | None = None
-    """Current number; None if it is unknown in this process. A merge keeps the last known value."""
+    """Current number of pending loads; None if it is unknown in this process. A merge keeps the last known value."""
 
     def merge(self, other: ChildSelection) -> None:
         """Add the counts of `other`."""

@@ -3,8 +3,8 @@
 Cell i of a group starts at token i times the cell size. A state is one cell, 0, in the block of the last token before
 its boundary.
 
-A group moves the tokens that a resume reads and the reader has not computed, in whole cells. With equal blocks a cell
-is one block, and the span begins at `planner.load_start` and ends with the last block.
+Of each group, whole cells move: the cells with tokens that a resume reads and the reader has not computed. With equal
+blocks a cell is one block, and the span begins at `planner.load_start` and ends with the last block.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Side(enum.StrEnum):
     OURS = "ours"
     """The reader."""
     THEIRS = "theirs"
+    """The producer."""
 
     def of(self, pair: GroupPair) -> GroupDescription:
         """Description of the group on this side."""
@@ -33,7 +34,7 @@ class Side(enum.StrEnum):
 
 
 class CellPlace(NamedTuple):
-    """Position of a cell within its blocks, in cells. One of the two is 0, because the cell is a whole block there.
+    """Position of a cell within its blocks, in cells. On at least one side the cell is a whole block: position 0.
 
     Args:
         local: position within the local block.
@@ -52,15 +53,15 @@ def moved_span(
     """Tokens that a group must read from a peer to resume at `num_tokens`. The span begins at a cell.
 
     Args:
-        group: of the reader.
-        cell_tokens: divides the reader's block size.
+        group: spec of the group on the reader.
+        cell_tokens: tokens of a cell; divides the reader's block size.
         num_tokens: resume point. A state must be at exactly this boundary.
-        computed_tokens: prefix that the reader has: whole blocks.
-        serves_blocks: the reader's prefix cache may reuse the first block for a request that resumes at the end of that
-            block and so reads more of it. This matters if cells are smaller than blocks.
+        computed_tokens: tokens of the prefix that the reader has; whole blocks.
+        serves_blocks: True if the reader has prefix caching. Then another request may resume at the end of the first
+            block, and read more of this block. This matters if cells are smaller than blocks.
 
     Returns:
-        A span that ends at `num_tokens`, or an empty one.
+        A span that ends at `num_tokens`, or an empty span.
     """
     nothing = TokenSpan(num_tokens, num_tokens)
     if num_tokens <= computed_tokens or group.kind is GroupKind.SCRATCH:
@@ -92,7 +93,7 @@ def ratio(pair: GroupPair, side: Side) -> int:
 
 
 def cycle(pair: GroupPair) -> int:
-    """Number of cells after which positions repeat."""
+    """Number of cells after which the positions of cells in their blocks repeat."""
     return max(ratio(pair, Side.OURS), ratio(pair, Side.THEIRS))
 
 
@@ -102,7 +103,7 @@ def place_of(pair: GroupPair, cell: int, num_tokens: int) -> CellPlace:
 
 
 def last_cell_tokens(pair: GroupPair, num_tokens: int) -> int:
-    """Tokens of the last cell that move: only those before the boundary if that saves bytes, else the whole cell."""
+    """Tokens of the last cell that move: the tokens before the boundary if this saves bytes, else the whole cell."""
     rest = num_tokens % pair.cell_tokens
     return rest if rest and trims(pair, rest) else pair.cell_tokens
 

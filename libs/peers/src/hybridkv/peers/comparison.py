@@ -1,7 +1,7 @@
 """Compatibility check of two ranks, before any bytes move. A refusal names the field that differs.
 
-These may differ: block sizes, if one divides the other and tokens are addressable; tensor-parallel sizes, if pages are
-split by heads; numbers of blocks, regions, strides and the order of axes. Everything else must be equal.
+These properties may differ: block sizes, if one divides the other and tokens are addressable; tensor-parallel sizes,
+if pages are split by heads; numbers of blocks, regions, strides and the order of axes. Everything else must be equal.
 """
 
 from __future__ import annotations
@@ -71,12 +71,11 @@ _LAYOUT = "use the same attention backend, KV cache type and layout on both side
 
 
 def compare(ours: Description, theirs: Description) -> Agreement | Incompatibility:
-    """Agreement of two ranks, or a refusal for the first field that differs.
+    """Compares two ranks. Returns their agreement, or a refusal for the first field that differs.
 
     Args:
-        ours: the reader.
-        theirs: the producer. A producer that passes the consumer's description first gets the same agreement as the
-            consumer. Swap both for the opposite direction.
+        ours: description of the reader.
+        theirs: description of the producer. Both sides pass the reader's description first, and get the same agreement.
     """
     if ours.protocol != PROTOCOL or ours.protocol != theirs.protocol:
         return _refused("protocol", ours.protocol, theirs.protocol, "run the same version of hybridkv on both sides")
@@ -98,7 +97,7 @@ def compare(ours: Description, theirs: Description) -> Agreement | Incompatibili
                 if isinstance(pair, Incompatibility):
                     return pair
                 pieces.append(pair)
-        # A state is whole on both sides, for any block size.
+        # A state moves whole, so its two block sizes may be any numbers.
         cell_tokens = min(local.spec.block_tokens, remote.spec.block_tokens)
         pairs.append(GroupPair(local, remote, cell_tokens, tuple(pieces)))
     return Agreement(ours, theirs, tuple(pairs))

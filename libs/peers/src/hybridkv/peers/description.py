@@ -1,10 +1,11 @@
-"""Description of the KV cache of one rank: its groups and the byte layout of a block. Exchanged before any bytes move.
+"""Description of the KV cache of one rank: its groups and the byte layout of a block.
 
-A page (one layer in one block) has one or several pieces. A piece is a strided array of rows, heads and token units;
-its element is an item, contiguous bytes with the same order on both sides. This covers layers or blocks outermost,
-heads before or after tokens, separate K and V, split kernel blocks, padded pages and latents. Offsets count from the
-start of a registered region; a description contains no addresses. It comes from another process, so every field is
-bounded, and decoding refuses an inconsistent description.
+Two ranks exchange descriptions before any bytes move. A page (one layer in one block) has one or several pieces. A
+piece is a strided array of rows, heads and token units; its element is an item, contiguous bytes with the same order on
+both sides. Pieces can describe layers or blocks outermost, heads before or after tokens, separate K and V, split kernel
+blocks, padded pages and latents. Offsets count from the start of a registered region; a description contains no
+addresses. A description comes from another process, so every field is bounded, and `decode` refuses an inconsistent
+description.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from hybridkv.peers.ranks import HeadShare, head_share
 from hybridkv.planner import GroupKind, GroupSpec
 
 PROTOCOL: Final = 1
-"""Version of the description. Increase it when the meaning of a field changes."""
+"""Version of the description. Increase this number when the meaning of a field changes."""
 NULL_BLOCK: Final = 0
 """Block-table entry for a missing block."""
 
 MAX_GROUPS: Final = 64
 MAX_LAYERS: Final = 1024
-"""Per group."""
+"""Maximum layers of one group."""
 MAX_PIECES: Final = 256
-"""Per layer."""
+"""Maximum pieces of one layer."""
 MAX_REGIONS: Final = 4096
 MAX_FACTS: Final = 4096
 MAX_TEXT: Final = 4096
-"""Characters in a name or a fact."""
+"""Maximum characters of a name or a fact."""
 MAX_ENCODED_BYTES: Final = 8 << 20
 MAX_BYTES: Final = 1 << 50
-"""Maximum region size and offset; sums of several stay far below 2**63."""
+"""Maximum region size and offset; a sum of a few such numbers stays far below 2**63."""
 MAX_ITEMS: Final = 1 << 22
 """Maximum items in all pieces of one block; bounds the work of a comparison."""
 MAX_BLOCKS: Final = 1 << 31
@@ -57,11 +58,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         item_bytes: contiguous bytes of one row, head and unit.
         heads: heads on this rank; one if the piece is not split by heads.
         kernels: kernel blocks per block.
-        units: units per kernel block. A unit is the smallest run of tokens that can move alone; all have equal size.
-            One for a state, and for a block with tokens that cannot be addressed.
-        rows: any other repetition.
-        total_heads: heads of the model over all ranks. 0 if the bytes are not split by heads and each rank has its own;
-            1 for latents, which every rank has.
+        units: units per kernel block. A unit is the smallest run of tokens that can move alone; all units have equal
+            size. The count is 1 for a state, and for a block with tokens that cannot be addressed.
+        rows: any other repeated dimension.
+        total_heads: heads of the model over all ranks. 0 if the bytes are not split by heads and each rank has its own
+            bytes; 1 for latents: every rank has the same latents.
     """
 
     region: int
@@ -115,13 +116,13 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerDescription(msgspec.Struct, frozen=True):
-    """One layer.
+    """Description of one layer.
 
     Args:
-        name: as in the model.
+        name: name of the layer in the model.
         item_format: byte format of an item: element type, quantisation, K/V order, and the backend if it packs tokens
             in its own format. Equal strings mean equal formats.
-        pieces: in the same order on both sides.
+        pieces: pieces of a page, in the same order on both sides.
     """
 
     name: str
@@ -139,9 +140,9 @@ class LayerDescription(msgspec.Struct, frozen=True):
 
 
 class GroupDescription(msgspec.Struct, frozen=True):
-    """One KV cache group: its spec and its layers. A SCRATCH group has no layers.
+    """Description of one KV cache group: its spec and its layers. A SCRATCH group has no layers.
 
-    Layers that share pages are listed once.
+    If several layers share pages, only the first of these layers is listed.
     """
 
     spec: GroupSpec
@@ -162,7 +163,7 @@ class GroupDescription(msgspec.Struct, frozen=True):
                     )
 
     def unit_tokens(self, piece: Piece) -> int:
-        """Tokens per unit. The unit of a state is its block."""
+        """Tokens per unit. A state has one unit: the whole block."""
         return self.spec.block_tokens // piece.num_units
 
     @property
@@ -172,17 +173,17 @@ class GroupDescription(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """One rank of an engine.
+    """Description of one rank of an engine.
 
     Args:
         protocol: `PROTOCOL` of the sender.
-        engine: unique name of this engine and of this start of it.
-        facts: other properties that the bytes depend on, by dotted name. All must be equal on both sides.
+        engine: unique name of this start of the rank's process.
+        facts: other properties that the bytes depend on, by dotted name. All facts must be equal on both sides.
         rank: tensor-parallel rank, from 0.
         tp_size: tensor-parallel size.
-        num_blocks: number of blocks; block ids are smaller.
-        region_bytes: size of each registered region, in the order of the transport.
-        groups: in the engine's order.
+        num_blocks: number of blocks; block ids are smaller than this number.
+        region_bytes: size of each registered region, by the transport's region number.
+        groups: groups, in the engine's order.
     """
 
     protocol: int
@@ -239,12 +240,12 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def encode(description: Description) -> bytes:
-    """Encodes as JSON. It has no length prefixes, so a short message cannot request a large allocation."""
+    """Encodes as JSON. JSON has no length prefixes, so a short message cannot cause a large allocation."""
     return msgspec.json.encode(description)
 
 
 def decode(data: bytes) -> Description | Incompatibility:
-    """Decodes bytes from another process. Returns a refusal for an invalid description."""
+    """Decodes bytes from another process. Returns an `Incompatibility` for an invalid description."""
     if len(data) > MAX_ENCODED_BYTES:
         return Incompatibility("description", f"needed: at most {MAX_ENCODED_BYTES} bytes", f"{len(data)} bytes")
     try:

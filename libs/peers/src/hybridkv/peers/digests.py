@@ -1,9 +1,9 @@
 """Digests after a read: one per group and cell, over all layers of the cell.
 
 A digest per cell (16 bytes) locates a mismatch at small cost. Finer digests would not help, because a request with any
-missing group is recomputed; coarser ones would not locate the block. The bytes of a cell are digested in the order of
-its template, which both sides derive from the same two descriptions. So the producer receives a few numbers per group
-and does not need the destination of the bytes.
+missing group is recomputed; coarser digests would not locate the block. The bytes of a cell are digested in the order
+of the cell's template, which both sides derive from the same two descriptions. So the producer receives a few numbers
+per group and does not need the destination of the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridkv.planner import GroupKind
 
 
 class DigestSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Cells of one group.
+    """Consecutive cells of one group.
 
     Args:
         group_index: index of the group.
@@ -38,10 +38,10 @@ class DigestSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True):
-    """Cells that a reader wants digests of.
+    """Request of a reader for the digests of some cells.
 
     Args:
-        num_tokens: resume point; the last cell ends there at the latest.
+        num_tokens: resume point. The last cell is cut there if this saves bytes.
         spans: cells of each group.
     """
 
@@ -94,7 +94,7 @@ class DigestRuns:
 
 
 Digester: TypeAlias = Callable[[DigestRuns], Sequence[bytes]]
-"""Computes one digest for each of `ends`."""
+"""Computes one digest for each entry of `DigestRuns.ends`."""
 
 
 class Mismatch(NamedTuple):
@@ -119,14 +119,14 @@ def digest_request(pairing: Pairing) -> DigestRequest:
 def digest_runs(
     exchange: Exchange, side: Side, tables: BlockTables, request: DigestRequest
 ) -> DigestRuns | Incompatibility:
-    """Byte runs of a digest request on one side, or a refusal.
+    """Byte runs of a digest request on this side, or a refusal.
 
     Args:
-        exchange: as the reader sees it, on both sides.
-        side: side of the regions.
-        tables: blocks of the request on that side. On the producer these are the blocks that the lease holds, so no
+        exchange: exchange of the two ranks. "Ours" is the reader, also on the producer.
+        side: this side.
+        tables: blocks of the request on this side. On the producer these are the blocks that the lease holds, so no
             other block is digested.
-        request: as received from the reader; may be invalid.
+        request: request of the reader; may be invalid.
     """
     groups = exchange.agreement.groups
     if refusal := lists_refused(side, tables, len(groups)):
@@ -203,7 +203,7 @@ def _span_runs(
 
 
 def mismatches(request: DigestRequest, ours: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[Mismatch, ...]:
-    """Cells with different digests. If the counts differ, all cells."""
+    """Cells with different digests. If the numbers of digests differ, all cells, or (-1, -1) if there are no cells."""
     cells = [
         Mismatch(span.group_index, cell)
         for span in request.spans

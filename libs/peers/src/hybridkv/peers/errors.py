@@ -27,7 +27,7 @@ class PeersConfigurationError(PeersError, ValueError):
 
 
 class Incompatibility(msgspec.Struct, frozen=True):
-    """Why two sides cannot exchange KV: the first incompatible field. Its cause is input from another process.
+    """First incompatible field of two sides, which therefore cannot exchange KV. Returned, not raised.
 
     Args:
         field: path of the field in a description or a request.

@@ -1,13 +1,13 @@
 """Leases on the blocks of finished requests: one lease per request, and one slot of registered memory per lease.
 
-A slot holds the nonce of its lease from before the blocks may be read until before they are freed; afterwards it holds
-zero or the nonce of another lease. A reader reads the blocks, then the slot, and compares: an unchanged nonce proves
-that no block was freed during the read. Shared blocks need no extra state, and a late reader cannot accept blocks of
-another request.
+A rank writes the nonce of a lease into its slot before peers may read the blocks, and clears the slot before the blocks
+are freed. Afterwards the slot holds zero or the nonce of another lease. A reader reads the blocks, then the slot, and
+compares the nonce: an unchanged nonce proves that no block was freed during the read. Blocks that several requests
+share need no extra state, and a late reader cannot accept blocks of another request.
 
-The scheduler owns `LeaseSlots` and assigns a lease to a request before it can finish. Each rank owns `Leases`, writes
-the slots and decides when it is done with a request. Each lease ends once: all readers are done, it expires, or it is
-aborted. Neither class has a clock.
+The scheduler owns `LeaseSlots` and assigns a lease to a request before the request can finish. Each rank owns its
+`Leases`, writes the slots and decides when a lease ends on this rank. Each lease ends once: when all readers are done,
+when it expires, or when it is aborted. Neither class has a clock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         slot: index of the slot.
-        nonce: 1 to `MAX_NONCE`; differs from that of the lease before in this slot.
+        nonce: number from 1 to `MAX_NONCE`; differs from the previous nonce in this slot.
     """
 
     slot: Natural
@@ -55,18 +55,18 @@ class LeaseSlots:
         if max_leases < 1:
             raise ValueError(f"max_leases must be 1 or more, got {max_leases}")
         self._nonces = nonces
-        # The slot that is free for the longest time comes first.
+        # The slot that has been free for the longest time comes first.
         self._free = deque(range(max_leases))
         self._last = [NO_NONCE] * max_leases
         self._issued: dict[str, Lease] = {}
         self.refused = 0
-        """Requests without a free slot. Their blocks are not held, and no peer is offered them."""
+        """Number of `issue` calls without a free slot. Blocks of such a request are neither held nor offered."""
 
     def __len__(self) -> int:
         return len(self._issued)
 
     def issue(self, request_id: str) -> Lease | None:
-        """The request's lease, the same on each call. None, and counted in `refused`, if no slot is free."""
+        """Returns the request's lease, the same on each call. If no slot is free: None, counted in `refused`."""
         known = self._issued.get(request_id)
         if known is not None:
             return known
@@ -80,7 +80,7 @@ class LeaseSlots:
         return lease
 
     def of(self, request_id: str) -> Lease | None:
-        """The request's lease, if it has one."""
+        """Returns the request's lease, or None."""
         return self._issued.get(request_id)
 
     def retire(self, request_id: str) -> bool:
@@ -126,9 +126,9 @@ class LeaseBounds:
     """Lease durations in seconds.
 
     Args:
-        hold_s: from the end of the request.
-        renew_s: from a renewal.
-        longest_s: maximum from the end of the request, including renewals.
+        hold_s: duration from the end of the request, without a renewal.
+        renew_s: duration from a renewal.
+        longest_s: maximum duration from the end of the request, with renewals.
     """
 
     hold_s: float = 30.0
@@ -158,8 +158,8 @@ class Leases:
 
     Args:
         max_leases: number of slots.
-        bounds: durations.
-        write: writes a nonce into a slot; the nonce is in memory when it returns.
+        bounds: lease durations.
+        write: writes a nonce into a slot; the nonce is in memory when the call returns.
     """
 
     def __init__(self, max_leases: int, bounds: LeaseBounds, write: Callable[[int, int], None]) -> None:
@@ -169,7 +169,7 @@ class Leases:
         self._states: dict[str, _Open | _Held] = {}
         self._requests: dict[int, str] = {}
         self.late = 0
-        """Renewals and done messages for an ended or unknown lease."""
+        """Renewals and done messages for a lease that is not held, and repeated done messages."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -216,7 +216,7 @@ class Leases:
         return True
 
     def holds(self, lease: Lease, now_s: float) -> str | None:
-        """Request of a held lease; None if the lease has ended or expired."""
+        """Request of a held lease. None if the lease has ended or expired, or if the request still runs."""
         request_id = self._requests.get(lease.slot, "")
         state = self._states.get(request_id)
         if type(state) is _Held and state.lease == lease and now_s < state.expires_s:
@@ -224,7 +224,7 @@ class Leases:
         return None
 
     def renew(self, lease: Lease, now_s: float) -> bool:
-        """Extends a lease. False, and counted in `late`, if it has ended: its blocks may be freed."""
+        """Extends a lease. Returns False and counts in `late` if the lease is not held: its blocks may be freed."""
         request_id = self.holds(lease, now_s)
         if request_id is None:
             self.late += 1
@@ -235,9 +235,9 @@ class Leases:
         return True
 
     def done(self, lease: Lease, reader: int, num_readers: int) -> Ended | None:
-        """Records that a reader is done. Returns the ended lease if it was the last reader.
+        """Records that a reader is done. Returns the ended lease after the last reader, else None.
 
-        Returns None and counts in `late` for an ended lease and for a reader that was done before.
+        Returns None and counts in `late` for a lease that is not held, and for a reader that was done before.
 
         Args:
             lease: sent by the reader.
@@ -255,7 +255,7 @@ class Leases:
         return self._end(request_id, LeaseEnd.DONE)
 
     def abort(self, request_id: str) -> Ended | None:
-        """Ends the lease of an aborted request. None if it has no lease."""
+        """Ends the lease of an aborted request. Returns None if the request has no lease."""
         return self._end(request_id, LeaseEnd.ABORTED) if request_id in self._states else None
 
     def expire(self, now_s: float) -> list[Ended]:
@@ -272,7 +272,7 @@ class Leases:
         return [self._end(request_id, LeaseEnd.ABORTED) for request_id in list(self._states)]
 
     def _end(self, request_id: str, why: LeaseEnd) -> Ended:
-        """Clears the slot before the caller frees the blocks."""
+        """Ends a lease. Clears the slot before the caller frees the blocks."""
         state = self._states[request_id]
         self._write(state.lease.slot, NO_NONCE)
         del self._states[request_id]

@@ -1,11 +1,12 @@
 """Pairing of local and remote byte ranges, so that a request can resume at a token boundary.
 
-Pairing goes by token number, not by position in a block list: each list of ids has the block-table index at which it
-begins. So clipped windows, locally computed prefixes and different block sizes need no special cases. Nothing moves if
-any byte that the resume reads is missing.
+Pairing goes by token number, not by position in a block list: each list of ids comes with the block-table index of its
+first id. So clipped windows, locally computed prefixes and different block sizes need no special cases. Nothing moves
+if any byte that the resume reads is missing.
 
 The axes of two pieces may be ordered differently. Runs of bytes are as long as possible: a page with the same layout on
-both sides is one run; a page with heads before tokens on one side and after them on the other has one run per item.
+both sides is one run; a page with heads before tokens on one side and tokens before heads on the other side has one run
+per item.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hybridkv.planner import GroupKind
 
 MAX_RUNS = 1 << 22
 """Maximum runs of one request, before adjacent runs are merged. Sides with different item orders have one run per item.
-It bounds the memory that the description of a peer can use."""
+This limit bounds the memory that this side allocates because of a peer's description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Resume:
 
     Args:
         num_tokens: the resume point.
-        computed_tokens: prefix that the engine has: whole blocks of every group except RECURRENT ones.
+        computed_tokens: tokens of the prefix that the engine has; whole blocks of every group that is not RECURRENT.
         serves_blocks: see `moved_span`; False for an engine without prefix caching.
     """
 
@@ -49,10 +50,10 @@ class GroupMoves:
     """Moves of one group.
 
     Args:
-        ranges: merged.
+        ranges: byte ranges, merged.
         first_cell: first moved cell, counted from token 0; 0 for a state.
         num_cells: number of moved cells; 1 for a state.
-        num_runs: runs before merging.
+        num_runs: number of runs before merging.
     """
 
     ranges: Ranges
@@ -88,7 +89,7 @@ class Pairing:
 
 
 class Exchange:
-    """Agreement with one remote rank, with cached templates. Create it once per remote rank."""
+    """Agreement with one remote rank, with cached templates. Create one object per remote rank."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
@@ -108,7 +109,7 @@ class Exchange:
     def chosen_templates(
         self, group_index: int, cells: Int64Array, num_tokens: int
     ) -> Iterator[tuple[Int64Array, Template]]:
-        """Yields each template with the indexes of the cells that use it.
+        """Yields each template, with the indexes of the cells that use this template.
 
         Cells at equal positions within their blocks share a template; the last cell may be partial.
         """
@@ -137,7 +138,7 @@ class Exchange:
         return blocks_at(side, tables, group_index, places, description.num_blocks)
 
     def pair(self, local: BlockTables, remote: BlockTables, resume: Resume) -> Pairing | Incompatibility:
-        """Pairs the ranges that one request needs to resume.
+        """Pairs the byte ranges that one request needs to resume.
 
         Args:
             local: blocks allocated here; its `num_tokens` is ignored.
@@ -145,8 +146,8 @@ class Exchange:
             resume: the resume point.
 
         Returns:
-            A pairing; it is empty if all tokens are computed. A refusal if a list is invalid or a block that the resume
-            reads is missing.
+            A pairing, empty if all tokens are computed. A refusal if a list is invalid, if a block that the resume
+            reads is missing, or if there are more than `MAX_RUNS` runs.
         """
         num_groups = len(self.agreement.groups)
         refusal = lists_refused(Side.OURS, local, num_groups) or lists_refused(Side.THEIRS, remote, num_groups)
@@ -244,7 +245,7 @@ class _Dim(NamedTuple):
 
 
 def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Offsets within the local and the remote block, and sizes of the runs."""
+    """Runs of one piece: offsets in the local block, offsets in the remote block, and sizes, in bytes."""
     mine, yours = each.local, each.remote
     dims = [
         _Dim(mine.rows.count, mine.rows.stride_bytes, yours.rows.stride_bytes),
@@ -277,7 +278,7 @@ def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int
 
 
 def _collapsed(run: int, dims: Sequence[_Dim]) -> tuple[int, list[_Dim]]:
-    """Extends the run by each dimension that repeats it without a gap on both sides."""
+    """Extends the run over each dimension without a gap on both sides. Returns the run and the other dimensions."""
     left = [dim for dim in dims if dim.size > 1]
     while (inner := next((dim for dim in left if dim.local_stride == dim.remote_stride == run), None)) is not None:
         left.remove(inner)

@@ -1,6 +1,6 @@
 """Conversion of an engine's tensors (shapes and strides) to the pieces of a description.
 
-The caller gives the meaning of each dimension; it is never guessed from sizes. If tokens of a block are not
+The caller gives the meaning of each dimension; this module does not guess from sizes. If tokens of a block are not
 addressable, or the engine packs them in its own format, an item is at most one head of one kernel block and is opaque.
 """
 
@@ -13,16 +13,16 @@ from hybridkv.canonical.strides import LayoutError, Strides
 from hybridkv.peers.description import Axis, Piece
 
 Locate = Callable[[int], tuple[int, int]]
-"""Maps an address to its registered region and the offset in it."""
+"""Maps an address to a registered region and the offset in this region."""
 
 
 class AttentionDims(NamedTuple):
     """Meaning of the dimensions of a tensor.
 
     Args:
-        block_dim: blocks or kernel blocks.
-        head_dim: heads; None if there are none (latents).
-        token_dim: tokens of a kernel block; None if they are not addressable.
+        block_dim: dimension of blocks or kernel blocks.
+        head_dim: dimension of heads; None if there is none (latents).
+        token_dim: dimension of tokens in a kernel block; None if tokens are not addressable.
         total_heads: heads of the model; 1 for latents, 0 if the bytes are not split by heads.
     """
 
@@ -39,10 +39,10 @@ def attention_piece(name: str, tensor: Strides, dims: AttentionDims, num_blocks:
     halves.
 
     Args:
-        name: of the layer, for errors.
-        tensor: its block dimension may count several kernel blocks per block.
-        dims: meaning of its dimensions.
-        num_blocks: of the engine's pool.
+        name: name of the layer, for errors.
+        tensor: address, shape and strides. The block dimension may count several kernel blocks per block.
+        dims: meaning of the tensor's dimensions.
+        num_blocks: number of blocks in the engine's pool.
         locate: see `Locate`.
 
     Raises:

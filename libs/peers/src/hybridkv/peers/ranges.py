@@ -1,6 +1,6 @@
 """Byte ranges from remote to local regions, as columns of numbers, and merging of adjacent ranges.
 
-A `Template` holds the runs of one pair of blocks, independent of block ids; applied to block ids it gives ranges.
+A `Template` holds the runs of one pair of blocks, independent of block ids. `Template.at` makes ranges for block ids.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ COLUMNS = ("local_regions", "local_offsets", "remote_regions", "remote_offsets",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Range i: `num_bytes[i]` bytes at `remote_offsets[i]` of the peer's region, into ours at `local_offsets[i]`.
+    """Byte ranges that are read from a peer's regions into local regions. Bounds are not checked here.
 
-    Five int64 arrays of equal length; they become read-only and belong to this value. Bounds are not checked here: the
-    transport checks them, because a peer may send any numbers.
+    Range i has `num_bytes[i]` bytes, at `remote_offsets[i]` in region `remote_regions[i]` of the peer and at
+    `local_offsets[i]` in local region `local_regions[i]`. The five int64 arrays have equal length, become read-only and
+    belong to this value. The transport checks the bounds, because a peer may send any numbers.
     """
 
     local_regions: Int64Array
@@ -89,7 +90,7 @@ class Ranges:
 
 
 def joined(parts: Sequence[Ranges]) -> Ranges:
-    """Concatenation, without merging."""
+    """Concatenates ranges, without merging."""
     if not parts:
         return Ranges(*(np.empty(0, dtype=np.int64) for _ in range(5)))
     return Ranges(*(np.concatenate(columns) for columns in zip(*(part.columns for part in parts), strict=True)))
@@ -107,7 +108,7 @@ class Template(NamedTuple):
     """Byte runs of one local and one remote block, independent of block ids. One entry per run.
 
     Args:
-        local: columns of region, offset of block 0, block stride in bytes.
+        local: array of shape (3, runs): region, offset of block 0, and block stride in bytes.
         remote: the same for the remote side.
         num_bytes: size of each run.
     """
@@ -117,7 +118,7 @@ class Template(NamedTuple):
     num_bytes: Int64Array
 
     def at(self, local_ids: Int64Array, remote_ids: Int64Array) -> Ranges:
-        """Ranges for pairs of blocks, in block order, without merging."""
+        """Ranges for pairs of blocks, in the order of the pairs, without merging."""
         count = local_ids.size
 
         def columns(side: Int64Array, ids: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -149,7 +150,8 @@ def template(local: Sequence[Int64Array], remote: Sequence[Int64Array], num_byte
 
 
 def _run_starts(same: Sequence[Int64Array], places: Sequence[tuple[Int64Array, Int64Array]]) -> Int64Array:
-    """Indexes of entries that start a run: they differ in `same` from the entry before, or are not adjacent to it."""
+    """Indexes of entries that start a run: entries that differ in `same` from the entry before, or are not adjacent to
+    the entry before."""
     begins = np.ones(same[0].size, dtype=bool)
     begins[1:] = False
     for column in same:

@@ -1,7 +1,7 @@
 """Mapping between ranks of different tensor-parallel sizes: arithmetic on heads.
 
-Heads are distributed as engines do it: equally if there are at least as many heads as ranks; otherwise each head is
-replicated on consecutive ranks. Latents are one head that every rank has.
+Heads are distributed in the same way as in vLLM: equally if there are at least as many heads as ranks; otherwise each
+head is replicated on consecutive ranks. Latents are one head that every rank has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HeadSource(NamedTuple):
 
 
 def head_share(total_heads: int, tp_size: int, rank: int) -> HeadShare | None:
-    """Heads that a rank holds; None if they cannot be distributed equally."""
+    """Heads that a rank holds; None if heads cannot be distributed equally."""
     if total_heads % tp_size == 0:
         num_heads = total_heads // tp_size
         return HeadShare(rank * num_heads, num_heads)
@@ -62,10 +62,10 @@ def source_ranks(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_
     """Remote ranks that a rank reads from, ascending; None if the sizes are incompatible.
 
     Args:
-        total_heads: of all pieces; 0 for pieces that are not split by heads, which are read from the same rank.
-        tp_size: of the reader.
-        rank: of the reader.
-        remote_tp_size: of the producer.
+        total_heads: `total_heads` of all pieces. 0: a piece that is not split by heads, read from the same rank number.
+        tp_size: tensor-parallel size of the reading engine.
+        rank: rank of the reading engine.
+        remote_tp_size: tensor-parallel size of the producer.
     """
     ranks: set[int] = set()
     for total in set(total_heads):
@@ -79,13 +79,13 @@ def source_ranks(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_
 
 
 class RankLink(NamedTuple):
-    """Link from a rank of a reader to one remote rank.
+    """Link from a rank of the reading engine to one remote rank.
 
     Args:
         rank: the remote rank.
-        reads: bytes are read from it. A remote rank without readers is only released.
+        reads: True if bytes are read from the remote rank. If False, only its lease is released.
         reader: index of this rank among the readers of the remote rank, from 0.
-        num_readers: number of ranks that send `Done` to the remote rank.
+        num_readers: number of ranks that send `LeaseDone` to the remote rank.
     """
 
     rank: int
@@ -95,10 +95,10 @@ class RankLink(NamedTuple):
 
 
 def rank_links(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...] | None:
-    """Remote ranks that a rank of a reader connects to, ascending; None if the sizes are incompatible.
+    """Remote ranks that a rank of the reading engine connects to, ascending; None if the sizes are incompatible.
 
-    The ranks of a reader together link to every remote rank, and each reader of a remote rank has its own index, so
-    its lease ends when all are done. Arguments as for `source_ranks`.
+    All ranks of the reading engine together link to every remote rank. Each reader of a remote rank has its own index,
+    so the lease on the remote rank ends when all its readers are done. Arguments as for `source_ranks`.
     """
     totals = set(total_heads)
     readers: list[list[int]] = [[] for _ in range(remote_tp_size)]
@@ -116,5 +116,5 @@ def rank_links(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_si
 
 
 def release_links(tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...]:
-    """Links for incompatible sizes: nothing is read, and one rank releases each remote rank."""
+    """Links for incompatible sizes: nothing is read, and one rank releases the lease of each remote rank."""
     return tuple(RankLink(remote, False, 0, 1) for remote in range(rank, remote_tp_size, tp_size))

@@ -2,7 +2,7 @@
 
 Each rank goes through CONNECTING, READING and CHECKING to DONE; the first failure ends the read for all ranks. The
 engine gets one report, after every transfer has ended: a cancelled transfer may still write, and the engine reuses the
-blocks after the report. Each rank that was reached is released once.
+blocks after the report. `ReleaseLease` is issued once for each rank that was reached.
 
     life, commands = advance(life, event, now_s)
 
@@ -23,9 +23,9 @@ class ReadStage(enum.StrEnum):
     CONNECTING = "connecting"
     READING = "reading"
     CHECKING = "checking"
-    """The bytes have arrived; the lease and the digests are compared."""
+    """The bytes have arrived. The lease and the digests are being compared."""
     ENDING = "ending"
-    """Given up, but its transfer may still write."""
+    """The rank is given up, but its transfer may still write."""
     DONE = "done"
     FAILED = "failed"
 
@@ -57,14 +57,14 @@ class ReadFailure(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReadBounds:
-    """Timeouts in seconds; all but the last apply to one rank.
+    """Timeouts in seconds. Each one except `whole_s` applies to one rank.
 
     Args:
-        connect_s: to connect, agree and pair.
-        read_s: for the transfer.
-        check_s: to compare the lease and the digests.
-        end_s: for a cancelled transfer to end, before its connection is severed.
-        whole_s: from the start until every rank is checked.
+        connect_s: timeout to connect, agree and pair.
+        read_s: timeout of the transfer.
+        check_s: timeout to compare the lease and the digests.
+        end_s: timeout for the end of a cancelled transfer; then its connection is severed.
+        whole_s: timeout from the start until every rank is checked.
     """
 
     connect_s: float = 10.0
@@ -86,7 +86,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """The transfer of a rank writes no more bytes. `failure` is set if it is incomplete."""
+    """The transfer of a rank writes no more bytes. `failure` is set if the transfer is incomplete."""
 
     peer: int
     failure: ReadFailure | None = None
@@ -117,7 +117,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Check the deadlines."""
+    """Time has passed: check the deadlines."""
 
 
 Event: TypeAlias = Connected | TransferEnded | Checked | PeerLost | Abort | Tick
@@ -142,7 +142,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """Close the connection of a transfer that did not end, so that it cannot write. `TransferEnded` must follow."""
+    """Close the connection of a transfer that did not end, so that the transfer ends. `TransferEnded` must follow."""
 
     peer: int
 
@@ -156,14 +156,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """Send the rank that its lease may end, if it is connected."""
+    """Send `LeaseDone` to the rank, if the rank is connected."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report to the engine, once; loaded if `failure` is None. The blocks belong to the engine again."""
+    """Report the result to the engine, once: success if `failure` is None. The blocks belong to the engine again."""
 
     failure: ReadFailure | None
 
@@ -178,7 +178,7 @@ class PeerRead:
     Args:
         stage: current stage.
         deadline_s: deadline of the stage, if any.
-        reads: bytes are read from this rank. A rank with False is only released.
+        reads: True if bytes are read from this rank. If False, only its lease is released.
     """
 
     stage: ReadStage
@@ -194,9 +194,9 @@ class ReadLife:
         peers: one entry per remote rank.
         bounds: timeouts.
         latest_s: deadline of the whole read.
-        wanted: there was something to read, so the engine waits for a report.
+        wanted: True if there are bytes to read; then the engine waits for a report.
         failure: first failure.
-        reported: `Report` was issued.
+        reported: True after `Report` was issued.
     """
 
     peers: tuple[PeerRead, ...]
@@ -226,7 +226,7 @@ _Step: TypeAlias = tuple[PeerRead, tuple[Command, ...], ReadFailure | None]
 
 
 def begin(reads: tuple[bool, ...], bounds: ReadBounds, now_s: float) -> ReadLife:
-    """Initial state. `reads` has one entry per remote rank: True if bytes are read from it.
+    """Initial state. `reads` has one entry per remote rank: True if bytes are read from this rank.
 
     Raises:
         ValueError: `reads` is empty.
@@ -302,7 +302,7 @@ def _given_up(index: int, peer: PeerRead, bounds: ReadBounds, now_s: float) -> t
     if peer.stage is ReadStage.CHECKING:
         return _at(peer, ReadStage.FAILED), (ReleaseLease(index),)
     if peer.stage is ReadStage.CONNECTING:
-        # The rank has no state for this read. If the connection succeeds later, the driver closes it.
+        # The rank was not reached: there is no transfer to cancel and no lease to release.
         return _at(peer, ReadStage.FAILED), ()
     return peer, ()
 
@@ -312,7 +312,7 @@ def _settled(
 ) -> tuple[ReadLife, tuple[Command, ...]]:
     """Gives up the other ranks of a failed read, and reports to the engine when no transfer can write.
 
-    Ranks that are still connecting continue without reading, so that their leases are released when they answer.
+    Ranks that are still connecting continue without reading, so that their leases are released after they connect.
     """
     life = replace(life, failure=failure)
     if failure is not None:

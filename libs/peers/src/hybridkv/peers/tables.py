@@ -1,4 +1,4 @@
-"""Block tables of a request on one side. Lists may be clipped at the front."""
+"""Block tables of a request on one side. The list of a group may lack blocks at the front."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num
     """Block tables that a producer offers: for each group, the blocks that a resume at `num_tokens` reads.
 
     Args:
-        groups: of this engine.
-        block_ids: whole tables, from token 0.
-        num_tokens: tokens in the tables.
+        groups: groups of this engine.
+        block_ids: for each group, the whole table from token 0.
+        num_tokens: number of tokens in the tables.
 
     Raises:
         ValueError: a table is too short for `num_tokens`.
@@ -63,14 +63,14 @@ def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Incompati
 def blocks_at(
     side: Side, tables: BlockTables, group_index: int, places: Int64Array, num_blocks: int
 ) -> Int64Array | Incompatibility:
-    """Block ids at some indexes of a group's table, or a refusal if one is missing or invalid.
+    """Block ids at some indexes of a group's table, or a refusal if an id is missing or invalid.
 
     Args:
         side: side of the tables.
         tables: checked by `lists_refused`.
         group_index: index of the group.
         places: table indexes, ascending; at least one.
-        num_blocks: valid ids are smaller.
+        num_blocks: number of blocks in the pool; valid ids are smaller.
     """
     first, ids = tables.first_blocks[group_index], tables.block_ids[group_index]
     path = f"block_ids[{group_index}]"

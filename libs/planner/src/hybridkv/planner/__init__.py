@@ -1,8 +1,8 @@
 """Decisions about hybrid KV caches as total, pure functions: no clock, no I/O, no randomness, no torch, no engine.
 
-A prefix can be resumed at token N only if every KV cache group can. This library knows what each kind of group needs
-for that, finds the longest such N in a store, and says which blocks move; and it says what becomes of a request that
-wants to load: `life`, over the values of `stages`. It holds no bytes and no keys.
+A request can resume at token N only if every KV cache group can. The library defines the content that each kind of
+group needs, finds the longest such N in a store, and plans the blocks that move. `life` decides the next step of a
+request that wants to load, over the values of `stages`. The library holds no bytes and no keys.
 """
 
 from hybridkv.planner import life, stages

@@ -1,8 +1,8 @@
 """Admission of loads: which loads may hold blocks of the engine at the same time, without a deadlock.
 
-After its load, a request keeps its blocks until it is scheduled. Two such requests that both need more blocks than are
-left would wait for each other. The engine reserves blocks against that, but it counts the empty entries of a window
-group's table as blocks, so for such models it reserves too few. This module counts each load with all blocks that its
+After its load, a request keeps its blocks until it is scheduled. If two such requests both need more blocks than are
+free, they wait for each other. The engine reserves blocks to prevent this, but it counts the empty entries of a window
+group's table as blocks, so for such models it reserves too few. This module counts, for each load, all blocks that the
 request needs to be scheduled, and delays a load that does not fit beside the others.
 
 `LoadAdmission` counts the blocks of each request. The decisions are functions of a `Room`. `RoomBounds` limits waits.
@@ -17,11 +17,11 @@ import msgspec
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec
 
 MAX_GATED_POLLS: Final = 256
-"""Limit of the steps that a request waits for room beside other loads. After that it is computed."""
+"""Maximum number of steps that a request waits for room beside other loads. Then the request is computed."""
 MAX_GATE_S: Final = 60.0
-"""Longest wait for room in seconds, also where steps are slow."""
+"""Longest wait for room in seconds, even if steps are slow."""
 _KEPT_COUNTS = 1024
-"""Limit of cached block counts, by request length. A waiting request is counted in every step."""
+"""Maximum number of cached block counts, by request length. A waiting request is counted in every step."""
 
 
 class Verdict(enum.Enum):
@@ -34,7 +34,7 @@ class Verdict(enum.Enum):
     """The load would wait for itself, or has waited too long: the request is computed."""
 
 
-# CPython 3.11 takes longer to look a member up than for most else here.
+# In CPython 3.11, access to an enum member takes longer than most other operations here.
 _ADMIT, _WAIT, _REFUSE = Verdict.ADMIT, Verdict.WAIT, Verdict.REFUSE
 
 
@@ -44,10 +44,10 @@ class Room(msgspec.Struct, frozen=True):
     Args:
         needed_blocks: blocks that the request needs to be scheduled.
         held_by_others: blocks of other requests that got them for a load and were not scheduled since.
-        reserved_blocks: blocks that the engine reserves for requests after a failed load, this request included.
+        reserved_blocks: blocks that the engine reserves for requests after a failed load, including this request.
         has_failed: a load of this request failed, and the request was not scheduled since.
         pool_blocks: all blocks of the engine.
-        free_blocks: the free ones among them.
+        free_blocks: free blocks of the engine.
     """
 
     needed_blocks: int
@@ -61,7 +61,7 @@ class Room(msgspec.Struct, frozen=True):
     def must_let_pass(self) -> bool:
         """True if other requests wait after a failed load, and this request does not.
 
-        They wait until no request holds blocks for a load, so no new request may get any.
+        These requests wait until no request holds blocks for a load, so no new request may get blocks.
         """
         return self.reserved_blocks > 0 and not self.has_failed
 
@@ -70,10 +70,10 @@ class RoomBounds(msgspec.Struct, frozen=True):
     """Limits of the wait for room.
 
     Args:
-        polls: limit of the replies "ask again" to a request; None: no limit.
+        polls: maximum number of `RetryLater` replies to a request; None: no limit.
         seconds: longest wait, from the first poll.
         loads_end: every load ends in bounded time. Then requests with blocks, and requests after a failed load, are
-            certain to be scheduled, and a wait for them needs no limit.
+            certain to be scheduled, and a wait for these requests needs no limit.
     """
 
     polls: int | None = MAX_GATED_POLLS
@@ -82,7 +82,7 @@ class RoomBounds(msgspec.Struct, frozen=True):
 
 
 class RoomWait(msgspec.Struct, frozen=True):
-    """Wait of one request for room: number of polls, and time of the first."""
+    """Wait of one request for room: number of polls, and time of the first poll."""
 
     polls: int = 0
     since_s: float | None = None
@@ -92,7 +92,7 @@ NOT_WAITED: Final = RoomWait()
 
 
 def admit(room: Room) -> Verdict:
-    """Decides whether a request may get blocks for a load now. A request that is alone always may."""
+    """Decides whether a request may get blocks for a load now. Without other requests, the answer is always ADMIT."""
     others = room.held_by_others
     if room.must_let_pass or (others and (room.has_failed or others + room.needed_blocks > room.pool_blocks)):
         return _WAIT
@@ -108,7 +108,8 @@ def gate_lookup(
     """Decides whether a lookup for a request is useful now.
 
     After a failed load the engine puts the request before all requests that have loaded, and schedules none of them
-    while the first does not fit. If the connector replies that it needs more time, the engine schedules the others.
+    while the first request does not fit. If the connector replies that it needs more time, the engine schedules the
+    other requests.
 
     Args:
         room: blocks now.
@@ -131,7 +132,7 @@ def gate_load(room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds) -> t
 
 
 def _wait(wait: RoomWait, now_s: float, bounds: RoomBounds, *, is_certain: bool) -> tuple[Verdict, RoomWait]:
-    """Counts one more poll. A wait for requests that are certain to be scheduled has no limit; a wait for room has."""
+    """Counts one more poll, within the limits. A wait for requests that are certain to be scheduled has no limit."""
     since_s: float | None
     if is_certain and bounds.loads_end:
         polls, since_s, has_time = wait.polls, None, True
@@ -196,7 +197,7 @@ class LoadAdmission:
         self.is_idle = False
 
     def fail(self, request_id: str, num_tokens: int) -> None:
-        """Records a failed load. Its blocks are free, and the engine reserves as many until it is scheduled."""
+        """Records a failed load. Its blocks are free. The engine reserves the same number for it."""
         self._drop_held(request_id)
         self._drop_failed(request_id)
         self._failed[request_id] = blocks = self.blocks(num_tokens)

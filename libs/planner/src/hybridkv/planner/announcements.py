@@ -1,13 +1,13 @@
 """Announcements of stored chunks to a router: a part is announced while a request can resume with it.
 
-A router sees sets of blocks and expects that a request hits the longest prefix. That is wrong where a state or a window
-is missing: the FULL group reaches deeper than any request can resume. So a tier's part of a chunk is announced exactly
-while a resumable boundary needs it (`needed_ends`). A boundary is resumable if every group has all that it needs, in
-any tier. Of FULL groups, the path to every resumable boundary is announced; of other groups, the parts that such
-boundaries read.
+A router gets sets of blocks and assumes that a request hits the longest prefix. This is wrong if a state or a window is
+missing: then the FULL group holds more than a request can resume with. So a tier's part of a chunk is announced exactly
+while a resumable boundary needs it (`needed_ends`). A boundary is resumable if the tiers together hold all parts that
+it needs, of every group. For FULL groups, the path to every resumable boundary is announced; for other groups, the
+parts that such boundaries read.
 
 The chunks form a tree. The cost of a change depends on the chunks that it changes and on the length of a window, not
-on the number of chunks. The form of an announcement is the caller's.
+on the number of chunks. The caller defines the content of an announcement (`payload`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ChunkNode(NamedTuple, Generic[P]):
 
     Args:
         name: identity of all tokens up to the end of the chunk.
-        parent: name of the chunk before it, None for the first one.
+        parent: name of the previous chunk; None for the first one.
         end_token: end of the chunk.
-        keys: keys of its parts, one for each of `CacheSpec.stored_groups`, in that order.
+        keys: keys of the chunk's parts, one for each of `CacheSpec.stored_groups`, in that order.
         payload: content of the announcement, for the caller.
     """
 
@@ -80,12 +80,12 @@ class _Node(Generic[P]):
 
     @property
     def is_empty(self) -> bool:
-        """True if no tier holds a part of it, and none is in flight."""
+        """True if no tier holds a part of the chunk, and no part is in flight."""
         return not any(self.held) and not any(self.pending)
 
 
 class Announcer(Generic[P]):
-    """Announced parts of a number of tiers. `take` forgets a chunk that no tier has a part of.
+    """Announced parts of all tiers. `take` forgets a changed chunk if it has no part in any tier or in flight.
 
     Args:
         spec: the model's groups.
@@ -103,9 +103,9 @@ class Announcer(Generic[P]):
         self._nodes: dict[bytes, _Node[P]] = {}
         self._by_key: dict[bytes, list[tuple[int, _Node[P]]]] = {}
         self._orphans: dict[bytes, dict[bytes, _Node[P]]] = {}
-        """Chunks by the name of a parent that is not known."""
+        """Chunks with an unknown parent, by the name of the parent."""
         self._lengths: dict[int, tuple[int, ...]] = {}
-        """Chunks that a boundary needs of each group, by the end of the boundary."""
+        """For each boundary, the number of chunks that it needs of each group."""
         self._changed: dict[bytes, _Node[P]] = {}
         self.num_held = 0
         """Number of held parts, counted once for each tier."""
@@ -159,13 +159,13 @@ class Announcer(Generic[P]):
             node.parent = self._nodes.get(chunk.parent)
             siblings = self._orphans.setdefault(chunk.parent, {}) if node.parent is None else node.parent.children
             siblings[chunk.name] = node
-        # No part of it is held yet, so nothing changes for its children.
+        # No part of this chunk is held yet, so nothing changes for its children.
         node.children = self._orphans.pop(chunk.name, {})
         for child in node.children.values():
             child.parent = node
 
     def note(self, tier: int, key: bytes, answer: LookupResult) -> None:
-        """Takes a tier's present answer for a key. Keys of unknown chunks are ignored."""
+        """Records a tier's current answer for a key. Ignores keys of unknown chunks."""
         for place, node in self._by_key.get(key, ()):
             bit = 1 << place
             self._changed[node.chunk.name] = node
@@ -200,7 +200,7 @@ class Announcer(Generic[P]):
     # Consequences of a change.
 
     def _run_on(self, first: _Node[P], place: int) -> None:
-        """Updates the runs of a chunk and of its continuations, after a part came or went."""
+        """Updates the runs of a chunk and of the chunks after it, when a part was added or removed."""
         waiting = [first]
         while waiting:
             node = waiting.pop()
@@ -219,7 +219,7 @@ class Announcer(Generic[P]):
         return min(before + 1, self._longest_runs[place])
 
     def _judge(self, node: _Node[P]) -> None:
-        """Updates whether the chunk is a resumable boundary, and the parts before it that such a boundary needs."""
+        """Updates `is_resumable` of the chunk, and `needs` of the parts before it that such a boundary needs."""
         lengths = self._lengths_at(node.chunk.end_token, node.depth)
         is_resumable = all(run >= length for run, length in zip(node.runs, lengths, strict=True))
         if is_resumable == node.is_resumable:
@@ -231,7 +231,7 @@ class Announcer(Generic[P]):
         for place in self._others:
             needed: _Node[P] | None = node
             for _ in range(lengths[place]):
-                assert needed is not None  # a run that long was there
+                assert needed is not None  # the run is or was at least this long
                 needed.needs[place] += change
                 self._changed[needed.chunk.name] = needed
                 needed = needed.parent
@@ -271,7 +271,7 @@ class Announcer(Generic[P]):
                 yield Announcement(tier, index, node.chunk.end_token, node.chunk.payload)
 
     def _forget(self, node: _Node[P]) -> None:
-        """Forgets a chunk that no tier holds. Its children wait until it comes back."""
+        """Forgets a chunk that no tier holds. Its children have no known parent until it is described again."""
         chunk = node.chunk
         del self._nodes[chunk.name]
         for place, key in enumerate(chunk.keys):

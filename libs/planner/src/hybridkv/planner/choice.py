@@ -1,7 +1,7 @@
 """Choice between several stores for one request: a pure function of answers, weights and learned rates.
 
-It does no I/O, reads no clock and keeps no state. A rate is seconds per token, learned from observations; older ones
-count less.
+The module does no I/O, reads no clock and keeps no state. A rate is seconds per token, learned from observations; older
+observations count less.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Unusable(enum.StrEnum):
     RAISED = "raised"
     """The store raised an exception."""
     BARRED = "barred"
-    """A load of this request from the store failed, so the store was not asked again."""
+    """A load of this request from the store failed, so the store is not looked up again."""
     STORES_ONLY = "stores_only"
-    """The store never loads, so it was not asked."""
+    """The store never loads, so it is not looked up."""
 
 
 Answer: TypeAlias = int | Unusable | None
-"""Tokens that a store can load (below 2**53; 0 or less: none), a reason for no answer, or None: it needs more time."""
+"""Tokens that a store can load (below 2**53; 0 or less: none), a reason for no answer, or None: needs more time."""
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ PASS: Final = Pass()
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Learned rates in seconds per token; None: not known (yet, or any more).
+    """Learned rates in seconds per token; None: not known yet, or too old.
 
     Args:
         load_seconds_per_token: by position of the store; a store beyond the end has no known rate.
@@ -99,14 +99,14 @@ def choose(
     token. While either rate is unknown, it is the number of tokens.
 
     The choice is to wait only if every usable store needs more time and `may_wait`, or if a store in `soon` could still
-    have the highest score. `Unusable` is not an answer.
+    have the highest score. An `Unusable` store has no part in the choice.
 
     Args:
         answers: answer of each store.
         weights: weight of each store.
         rates: learned rates, for stores with the weight "auto".
         may_wait: there is time left.
-        soon: stores that answer in bounded time, by position, with the most tokens that each could have.
+        soon: stores that answer in bounded time, by position, with the maximum number of tokens of each.
 
     Raises:
         ValueError: the number of weights is not the number of answers.
@@ -143,7 +143,7 @@ def _worth(weight: Weight) -> float:
 
 
 def net_tokens(tokens: int, child: int, rates: Rates) -> float:
-    """Tokens that a load saves, minus those that could be computed meanwhile; negative: to compute is faster."""
+    """Tokens that a load saves, minus the tokens computed in the time of the load; negative: computing is faster."""
     prefill = rates.prefill_seconds_per_token
     load = rates.load_seconds_per_token[child] if child < len(rates.load_seconds_per_token) else None
     if load is None or prefill is None or not prefill > 0:

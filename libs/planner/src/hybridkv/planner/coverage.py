@@ -1,6 +1,6 @@
-"""Which tokens and blocks each group needs, which part of a chunk can ever be needed, and the order of chunks.
+"""Tokens and blocks that each group needs to resume, the part of a chunk that is stored, and the order of chunks.
 
-Only `resume_start` defines the kinds; all other functions but `path_order` follow from it.
+`resume_start` defines the tokens that each kind needs. The other functions, except `path_order`, follow from it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,11 @@ import msgspec
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan
 
 Part = tuple[int, int]
-"""A group's part of a chunk, or of a tail: the group's index, and the token at which it ends."""
+"""A group's part of a chunk or of a tail: index of the group, and end token of the chunk or tail."""
 _BY_END_AND_GROUP = itemgetter(1, 0)
-"""Sort key. A path is sorted after every eighth of its growth, and this is three times as fast as a function."""
-# Every lookup calls this for every group, and access to an enum member costs more than the rest in CPython 3.11.
+"""Sort key, three times as fast as a Python function. A path is sorted several times while it grows."""
+# Every lookup calls `resume_start` for every group. In CPython 3.11, access to an enum member takes longer than the
+# rest of the function.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 
 
@@ -40,11 +41,11 @@ def resume_start(group: GroupSpec, num_tokens: int) -> int:
 def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenSpan, ...]:
     """Token spans that a group must hold so that a request can resume at `num_tokens`.
 
-    For a RECURRENT group this is the last token: it needs the state after it.
+    For a RECURRENT group this is the last token: the group needs the state after it.
 
     Args:
         spec: the model's groups.
-        group_index: which of them.
+        group_index: index of the group.
         num_tokens: the boundary, 0 or more.
 
     Raises:
@@ -59,11 +60,11 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
 
 
 def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
-    """Tokens that are stored for a group of the chunk, or of the tail, that ends at `end_token`; may be empty.
+    """Tokens of a group that are stored for the chunk or tail that ends at `end_token`; may be empty.
 
-    The span starts at the start of a block unless the chunk starts inside one, and ends at the end of a block unless it
-    is a tail or the chunk ends inside one. FULL: the whole chunk. WINDOW and CHUNKED: the blocks that a boundary at
-    `end_token` or later reads. RECURRENT: the last block, which holds the state.
+    The span starts at the start of a block, unless the chunk starts inside a block. It ends at the end of a block,
+    unless it is a tail or the chunk ends inside a block. FULL: the whole chunk. WINDOW and CHUNKED: the blocks that a
+    boundary at `end_token` or later reads. RECURRENT: the last block, which holds the state.
     """
     group = spec.groups[group_index]
     chunk_start = (end_token - 1) // spec.chunk_tokens * spec.chunk_tokens
@@ -93,7 +94,7 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
 def read_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
     """First token that a group reads from a tier to resume at `num_tokens`; `num_tokens` if it reads none.
 
-    An engine that holds `computed_tokens` needs no attention for them, but it has no state of a later token.
+    The engine holds the attention KV of `computed_tokens`, so these tokens are not read. The state is always read.
     """
     start = resume_start(group, num_tokens)
     if group.kind is _RECURRENT or start >= computed_tokens:
@@ -119,7 +120,7 @@ def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tok
 
     Args:
         spec: the model's groups.
-        group_index: which of them.
+        group_index: index of the group.
         num_tokens: the boundary: a multiple of `spec.boundary_tokens`.
         computed_tokens: the prefix that the engine holds itself.
 
@@ -136,13 +137,13 @@ def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tok
 
 
 def path_order(spec: CacheSpec, parts: Iterable[Part]) -> list[Part]:
-    """Sorts parts of one path so that each follows the parts that it needs. The reverse is the order of eviction.
+    """Sorts parts of one path so that each part comes after the parts that it needs. Eviction uses the reverse order.
 
-    A path is the chunks of a request from its first token. Copied in this order, it can be resumed at every moment;
-    evicted in the reverse order, up to its first missing chunk.
+    A path is the chunks of a request from its first token. If parts are copied in this order and evicted in the reverse
+    order, a request can at any time resume up to the first missing chunk.
 
-    By position over all groups, because the end of a path is useless without its beginning. At one position the FULL
-    groups come first, because a state or a window needs them.
+    The first sort key is the position, because the end of a path is useless without its beginning. At one position FULL
+    groups come first, because a state or a window is useless without them.
     """
     order = sorted(range(len(spec.groups)), key=lambda index: spec.groups[index].kind is not GroupKind.FULL)
     if order == list(range(len(order))):
@@ -153,7 +154,7 @@ def path_order(spec: CacheSpec, parts: Iterable[Part]) -> list[Part]:
 
 def needed_parts(spec: CacheSpec, num_tokens: int, computed_tokens: int) -> list[Part]:
     """Parts that a load to a boundary reads, in order of value: FULL groups first, each from its beginning, because a
-    state or a window needs them.
+    state or a window is useless without them.
 
     Args:
         spec: the model's groups.
@@ -169,7 +170,7 @@ class ClippedBlocks(msgspec.Struct, frozen=True):
 
     Args:
         block_ids: for each group, the blocks to move, in token order.
-        first_blocks: for each group, the index of the first of them in its block table.
+        first_blocks: for each group, the index of the first of these blocks in the block table.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
@@ -177,7 +178,7 @@ class ClippedBlocks(msgspec.Struct, frozen=True):
 
 
 def read_blocks(group: GroupSpec, num_tokens: int) -> range:
-    """The blocks of a group, by their place in its table, that are read when a request continues after `num_tokens`."""
+    """Indices into a group's block table of the blocks that are read when a request resumes at `num_tokens`."""
     start = resume_start(group, num_tokens)
     if group.kind is GroupKind.SCRATCH or start >= num_tokens:
         return range(0)
@@ -187,15 +188,15 @@ def read_blocks(group: GroupSpec, num_tokens: int) -> range:
 def clip_blocks(
     groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num_tokens: int | None = None
 ) -> ClippedBlocks:
-    """Keeps the blocks of every group that are read when a request continues after `num_tokens`.
+    """Keeps the blocks of every group that are read when a request resumes at `num_tokens`.
 
     Args:
         groups: in the order of `block_ids`.
-        block_ids: for every group its blocks in token order, from token 0.
+        block_ids: for every group, its blocks in token order, from token 0.
         num_tokens: tokens that the blocks hold. None: every group's blocks are full.
 
     Raises:
-        ValueError: not one list for every group, `num_tokens` is negative, or a list is too short for it.
+        ValueError: the number of lists is not the number of groups, `num_tokens` is negative, or a list is too short.
     """
     if len(block_ids) != len(groups):
         raise ValueError(f"block_ids must have one list for each of {len(groups)} groups, got {len(block_ids)}")

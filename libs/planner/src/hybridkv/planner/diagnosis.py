@@ -13,11 +13,11 @@ class Problem(enum.StrEnum):
     """Kind of a finding."""
 
     UNSPLIT_GROUP = "unsplit_group"
-    """A group's block is larger than the chunk and not divisible by it, so it is stored in whole blocks only."""
+    """A group's block is larger than the chunk and not divisible by it, so the group is stored in whole blocks only."""
     UNHASHABLE_UNIT = "unhashable_unit"
     """A group's unit is not whole hash blocks, so the engine's block hashes do not name it."""
     NO_GAIN = "no_gain"
-    """Chunks end where no boundary can be: inside of a block that cannot be split, or of a hash block."""
+    """Chunks end where no boundary can be: inside a block that cannot be split, or inside a hash block."""
     OFFLOAD_DISABLED = "offload_disabled"
     """No prompt within max_model_len is long enough for a hit."""
 
@@ -26,15 +26,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, with suggestions.
 
     Args:
-        problem: its kind.
-        needed_tokens: tokens that a prompt must have before the group (or any) is stored.
+        problem: kind of the problem.
+        needed_tokens: tokens that a prompt must have before the group (or any group) is stored.
         message: text with a hint.
         group_index: the group; None for all groups.
         nearest_max_model_len: smallest max_model_len that works with this chunk.
-        nearest_chunk_tokens: the chunk closest to this one that would work with this max_model_len, None if none
-            would: whole hash blocks, at most max_model_len, offload not disabled, every group split that is split now
-            (or no larger than the chunk), and for an UNSPLIT_GROUP that group split as well. Where it is known which
-            groups cannot be split: a multiple of all their blocks.
+        nearest_chunk_tokens: the nearest chunk size that works with this max_model_len; None without one. Such a chunk
+            is whole hash blocks, is at most max_model_len, allows a hit, and makes no further group unsplit. For an
+            UNSPLIT_GROUP, it also splits this group. If the unsplittable groups are known, it is a multiple of all
+            their blocks.
     """
 
     problem: Problem
@@ -48,9 +48,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding, ...]:
     """Findings about a planner for a model of `max_model_len` tokens; empty if all is well.
 
-    A group that cannot be split comes with the nearest chunk that splits it. Offload that can never hit comes with the
-    nearest chunk and max_model_len that work. Following a suggestion removes its finding and adds no new one. For
-    start-up: tries at most max_model_len chunks.
+    A finding about an unsplit group suggests the nearest chunk that splits it. A finding about disabled offload
+    suggests the nearest chunk and the nearest max_model_len that work. A followed suggestion removes its finding and
+    adds no other. For use at start-up: tries at most max_model_len chunks.
 
     Raises:
         ValueError: `max_model_len` is not positive.
@@ -85,7 +85,7 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
 
 
 def tokens_for_first_hit(planner: HybridOffloadPlanner) -> int:
-    """Length of the shortest prompt that can hit: it completes a chunk, and leaves a token to compute after it."""
+    """Length of the shortest prompt that can hit: it completes a chunk, and has a token to compute after the hit."""
     count = planner.chunk_count_for_tokens(0) + 1
     return max(planner.chunk_end_tokens(count), planner.chunk_prefix_tokens(count) + 1)
 
@@ -152,7 +152,7 @@ def _unhashable_units(planner: HybridOffloadPlanner) -> Iterator[Finding]:
 
 
 def _works(planner: HybridOffloadPlanner, chunk: int, max_model_len: int) -> bool:
-    """Whether a hit is possible with this chunk, and no group stays whole that does not now."""
+    """True if a hit is possible with this chunk, and no further group becomes unsplit."""
     if chunk % planner.boundary_unit or chunk > max_model_len:
         return False
     if planner.unsplittable is not None:
@@ -160,7 +160,7 @@ def _works(planner: HybridOffloadPlanner, chunk: int, max_model_len: int) -> boo
     blocks = set(planner.gpu_block_sizes)
     largest_unit = max(offload_unit(block, chunk) for block in blocks)
     if -(-largest_unit // chunk) * chunk > max_model_len:
-        return False  # cheap, and true of most chunks that do not work
+        return False  # cheap check that rules out most chunks that do not work
     present = planner.fixed_chunk_size
     if any(_stays_whole(block, chunk) and not _stays_whole(block, present) for block in blocks):
         return False
@@ -172,7 +172,8 @@ def _stays_whole(block_tokens: int, chunk_tokens: int) -> bool:
 
 
 def _nearest_chunks(planner: HybridOffloadPlanner, max_model_len: int, step: int) -> Iterator[int]:
-    """Multiples of `step` up to `max_model_len`, by their distance from the present chunk, shorter ones first."""
+    """Multiples of `step` up to `max_model_len`, by their distance from the current chunk, the shorter multiple
+    first."""
     chunk = planner.fixed_chunk_size
     below, above = (chunk - 1) // step * step, (chunk // step + 1) * step
     if below > max_model_len:

@@ -1,7 +1,6 @@
-"""What the planner knows about a model's KV cache: its groups, and the chunk they are offloaded in.
+"""Groups of a model's KV cache, and the chunk in which they are offloaded.
 
-These are plain values. They say nothing of bytes (hybridkv.canonical does), nor of any engine (hybridkv.connectors
-does).
+Plain values, without the layout of bytes (hybridkv.canonical) and without the engine (hybridkv.connectors).
 """
 
 import enum
@@ -14,7 +13,7 @@ import msgspec
 
 
 class GroupKind(enum.StrEnum):
-    """What a KV cache group must hold so that a request can be resumed at token N."""
+    """Kind of a KV cache group: the content that the group needs so that a request can resume at token N."""
 
     FULL = "full"
     """Every token before N."""
@@ -25,11 +24,11 @@ class GroupKind(enum.StrEnum):
     RECURRENT = "recurrent"
     """One state, exactly at N."""
     SCRATCH = "scratch"
-    """Nothing: it is rebuilt by the engine and never stored."""
+    """Nothing: the engine rebuilds the content, and it is never stored."""
 
 
 _DIVISIBLE = (GroupKind.FULL, GroupKind.WINDOW)
-"""Kinds with blocks that can be cut between tokens. A state cannot; parts of CHUNKED blocks are not supported."""
+"""Kinds with blocks that can be cut between tokens. States cannot be cut; parts of CHUNKED blocks are not supported."""
 
 
 class TokenSpan(NamedTuple):
@@ -47,8 +46,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """One KV cache group.
 
     Args:
-        kind: what the group needs to resume; a string such as "full" is accepted.
-        block_tokens: tokens in one of its blocks.
+        kind: kind of the group; a string such as "full" is accepted.
+        block_tokens: tokens in one block.
         window_tokens: WINDOW only: number of tokens that a query attends to, itself included (plus those that the
             engine keeps beyond them).
         align_tokens: CHUNKED only: attention does not cross a multiple of this.
@@ -99,16 +98,16 @@ class GroupSpec(msgspec.Struct, frozen=True):
         return self.part_tokens or self.block_tokens
 
 
-class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what is computed once
-    """All groups of one model, and the chunk size, which is the same for every group.
+class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: for the cached properties
+    """All groups of one model, and the chunk size. The chunk size is the same for every group.
 
     Args:
         groups: in the engine's order; a group's index is its position here.
         chunk_tokens: a multiple of every stored group's unit. A chunk contains whole blocks of groups that cannot be
             cut, so boundaries are multiples of these blocks. It may cut blocks of other groups.
         tail_tokens: None, or the grid of partial tails: a request can then also resume at a multiple of this inside a
-            chunk, if every group stored its part of the tail that ends there. The engine's hash unit is the natural
-            choice. It divides the chunk. None if chunks cut blocks.
+            chunk, if every group stored its part of the tail that ends there. Usually the engine's hash unit. Must
+            divide the chunk. Must be None if chunks cut blocks.
 
     Raises:
         ValueError: the chunk does not fit the groups, the tails do not fit the chunk, or nothing would be stored.
@@ -137,7 +136,7 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
 
     @property
     def boundary_tokens(self) -> int:
-        """Requests are resumed at multiples of this: the chunk, or the tail where tails are stored."""
+        """Requests resume at multiples of this: `tail_tokens` if tails are stored, else the chunk."""
         return self.tail_tokens or self.chunk_tokens
 
     @functools.cached_property
@@ -152,8 +151,10 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
 
     @functools.cached_property
     def alike_parts(self) -> tuple[range | None, ...]:
-        """Of each group, the blocks of its part of a chunk, counted from the chunk's first block, where these are the
-        same for every chunk: unless chunks cut its blocks, or attention chunks end inside them."""
+        """For each group, the stored blocks of a chunk, counted from the chunk's first block.
+
+        None if they can differ between chunks (CHUNKED groups, groups with cut blocks), and for SCRATCH groups.
+        """
         return tuple(
             self._alike_part(group) if i in self.stored_groups and i not in self.cut_groups else None
             for i, group in enumerate(self.groups)
@@ -177,28 +178,28 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
 
     @functools.cached_property
     def scarce_first(self) -> tuple[int, ...]:
-        """The same, those first that settle a boundary with the fewest chunks: a state is one, a window a few."""
+        """Indices of the stored groups in lookup order: kinds that need few chunks for a boundary come first."""
         order = (GroupKind.RECURRENT, GroupKind.CHUNKED, GroupKind.WINDOW, GroupKind.FULL)
         return tuple(sorted(self.stored_groups, key=lambda i: order.index(self.groups[i].kind)))
 
     @functools.cached_property
     def first_full(self) -> int | None:
-        """Index of the first FULL group: without its first chunk nothing can be resumed. None where there is none."""
+        """Index of the first FULL group; None without one. Without its first chunk, no request can resume."""
         return next(iter(self.full_groups), None)
 
     @functools.cached_property
     def lookahead_tokens(self) -> int:
-        """The most tokens past a boundary that the bytes of any stored group depend on."""
+        """Largest number of tokens after a boundary on which the bytes of a stored group depend."""
         return max(self.groups[i].lookahead_tokens for i in self.stored_groups)
 
 
 def chunk_unit(groups: Sequence[GroupSpec]) -> int:
-    """The smallest chunk that is whole units in every stored group, in tokens: whole blocks, if none can be cut."""
+    """Smallest chunk, in tokens, that is a multiple of `unit_tokens` of every stored group."""
     return math.lcm(*(group.unit_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
 
 
 def whole_chunk_unit(groups: Sequence[GroupSpec]) -> int:
-    """The smallest chunk that is whole blocks in every stored group, in tokens, whether they can be cut or not."""
+    """Smallest chunk, in tokens, that cuts no block of any stored group, even if its blocks can be cut."""
     return math.lcm(*(group.block_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
 
 

@@ -1,6 +1,6 @@
 """Hints of a request about its own prefix, and the share of a tier that hints may keep.
 
-A hint is followed as far as the operator's limits allow.
+The operator's limits take precedence over a hint.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     load: bool = True
     """False: the request is not looked up, and loads nothing."""
     keep_seconds: float = 0.0
-    """Seconds for which its prefix is kept after its end; 0 for none."""
+    """Seconds for which the request's prefix is kept after the end of the request; 0: not kept."""
     prefetch: bool = False
-    """True: its prefix is promoted before a request waits for it, even if this request is aborted."""
+    """True: the request's prefix is promoted before a request waits for it, even if this request is aborted."""
     peers: tuple[tuple[str, int], ...] = ()
     """Hosts and ports of the peers that are looked up first."""
 
@@ -36,9 +36,9 @@ NO_HINTS = Hints()
 def keep_in(
     kept_bytes: Sequence[int], more_bytes: Sequence[int], capacities: Sequence[int], keep_share: float
 ) -> tuple[bool, ...]:
-    """Decides for each tier whether it may keep a prefix, beside the chunks that it keeps already.
+    """Decides for each tier whether it may keep a prefix, in addition to the chunks that it keeps already.
 
-    A tier keeps the whole prefix or nothing of it: a part is resumed only where it ends in a state.
+    A tier keeps the whole prefix or nothing of it, because a part is useful only up to a boundary with a state.
 
     Args:
         kept_bytes: bytes that each tier keeps.
@@ -58,7 +58,7 @@ class Prefetch(msgspec.Struct, frozen=True):
     num_tokens: int
     """Token at which the prompt could resume."""
     parts: tuple[Part, ...]
-    """Parts that it would read, each after the parts that it needs."""
+    """Parts that the load would read, each after the parts that it needs."""
     is_whole: bool
     """True if no further chunk could lengthen the hit."""
 
@@ -66,8 +66,8 @@ class Prefetch(msgspec.Struct, frozen=True):
 def plan_prefetch(spec: CacheSpec, num_tokens: int, lookup: Lookup, ranges: RangeLookup | None = None) -> Prefetch:
     """Plans the promotion of a prefix: all parts of its longest hit in any tier.
 
-    Blocks that the engine holds do not count, because they may be gone when the request comes. Of windows and states,
-    the plan has only the last ones.
+    Blocks that the engine holds do not count, because they may be evicted before the request comes. The plan has only
+    the last window and the last state.
 
     Args:
         spec: the model's groups.

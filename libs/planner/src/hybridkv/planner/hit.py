@@ -1,15 +1,16 @@
 """Search for the longest hit: the longest prefix at which every group can resume. Looks up as few chunks as possible.
 
-Every group can only lower the boundary, so the search is a fixpoint from above. Three rules keep the lookups few:
+The search starts at the last boundary. Each group can only lower the boundary; the search ends when no group lowers
+it. Three rules keep the lookups few:
 
-- Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few keys. A full
-  prefix is walked last, once, and only as far as the other groups reach.
-- A window is looked up from its far end. A missing chunk there rules out every boundary that reads it, so a new prompt
-  costs one lookup for each window, not one for each boundary.
-- When the scarce kinds keep missing, a few lookups of the full prefix limit the boundaries to look up for them. In a
-  tier that answers ranges, the first chunk of the full prefix is looked up first: without it there is no hit.
+- Scarce kinds (states and windows) are looked up first: they need one key or a few keys for a boundary. FULL groups are
+  looked up last, once, and only up to the boundary that the other groups allow.
+- In a tier without ranges, a window is looked up from its first chunk. If this chunk is missing, no boundary that reads
+  it can be a hit. So a new prompt costs one lookup for each window length, not one for each boundary.
+- After many misses of scarce kinds, a few lookups of the FULL groups lower the boundary. In a tier that answers ranges,
+  the first chunk of the first FULL group is looked up before all others: without it there is no hit.
 
-`measure_loss` says after a search how much longer the hit could have been.
+After a search, `measure_loss` returns the tokens that the FULL groups hold beyond the hit.
 """
 
 from functools import partial
@@ -20,30 +21,31 @@ from hybridkv.planner.coverage import load_start, needed_ends, read_start, resum
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup, Scan, first_missing, is_held
 
-# CPython 3.11 takes longer to look a member up than for most else of a search.
+# In CPython 3.11, access to an enum member takes longer than most other operations of a search.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 _PATIENCE = 16
-"""Number of boundaries ruled out by scarce kinds after which a few lookups of the full prefix are worth their cost."""
+"""After scarce kinds rule out this number of boundaries, a few lookups of the FULL groups are worth their cost."""
 
 
 class Hit(msgspec.Struct, frozen=True, tag=True):
-    """Every group can resume at `num_tokens`, which is more than the engine holds itself."""
+    """Every group can resume at `num_tokens`, after the engine's own prefix."""
 
     num_tokens: int
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
-    """A longer prefix is on its way into the tier: ask again."""
+    """Every group can resume at `num_tokens` after chunks in flight arrive: search again later."""
 
     num_tokens: int
 
 
 class Miss(msgspec.Struct, frozen=True, tag=True):
-    """Nothing beyond what the engine holds.
+    """No hit beyond the engine's own prefix.
 
     Args:
-        limiting_group: the group that ruled out the last boundary, None where the request is too short for any.
-        reason: in words.
+        limiting_group: the group that ruled out the last boundary; None if the request has no boundary beyond the
+            engine's own prefix.
+        reason: the reason, as text.
     """
 
     limiting_group: int | None
@@ -51,7 +53,10 @@ class Miss(msgspec.Struct, frozen=True, tag=True):
 
 
 def last_boundary(spec: CacheSpec, num_tokens: int) -> int:
-    """The last boundary at which a request of `num_tokens` can be resumed: its last token is always computed."""
+    """Last boundary at which a request of `num_tokens` can resume.
+
+    The last token is always computed, and the request must contain the lookahead tokens after the boundary.
+    """
     return max(0, num_tokens - max(1, spec.lookahead_tokens)) // spec.boundary_tokens * spec.boundary_tokens
 
 
@@ -98,7 +103,7 @@ class _HitSearch:
         self._spec = spec
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._computed = computed_tokens
-        # Where chunks end with blocks, the token that is read first lies in the chunk in which its block begins.
+        # If no chunk cuts a block, the first read token and the start of its block lie in the same chunk.
         self._first_token = load_start if spec.cut_groups else read_start
         if ranges is None:
             scan = Scan(spec, lookup)
@@ -107,7 +112,8 @@ class _HitSearch:
         else:
             self._lookup, self._ranges = lookup, ranges
         self._has_ranges = ranges is not None
-        # A window of two tokens or more reads the chunk before every boundary, but a tail may be all that it reads.
+        # Without tails, a window of two tokens or more reads the chunk before each boundary. With tails, it may read
+        # only the tail.
         self._has_plain_windows = spec.tail_tokens is None
         self._order = spec.scarce_first
         self._lowest = (computed_tokens // self._step + 1) * self._step
@@ -115,10 +121,10 @@ class _HitSearch:
         """For each FULL group, the token up to which it holds every chunk, as far as known."""
         self._patience = _PATIENCE
         self._bounding: int | None = None
-        """FULL group that lowered the boundary in place of the group that was asked; None if the group itself did."""
+        """FULL group that lowered the boundary in the last `_lower` of another group; None if no FULL group did."""
 
     def settle(self, boundary: int) -> tuple[int, int | None]:
-        """Longest boundary that no group rules out, and the group that ruled out the last one above it."""
+        """Longest boundary that no group rules out, and the group that ruled out the last boundary above it."""
         limiting = self._spec.first_full
         if limiting is not None and not self._has_first_chunk(limiting, boundary):
             return self._computed, limiting
@@ -152,7 +158,7 @@ class _HitSearch:
         chunk = self._chunk
         last = boundary // chunk * chunk
         if boundary > last and resume_start(self._spec.groups[group_index], boundary) < boundary:
-            # A CHUNKED group may read nothing at the boundary before, so there only this one is ruled out.
+            # A CHUNKED group may read nothing at the previous boundary, so a missing tail rules out only this one.
             first = boundary if kind is _CHUNKED else max(last + self._step, self._lowest)
             tail = self._ranges.last_held(group_index, first, boundary)
             if tail != boundary:
@@ -162,7 +168,7 @@ class _HitSearch:
         return self._lower_to_window(group_index, boundary)
 
     def _lower_to_state(self, group_index: int, boundary: int) -> int:
-        """Lowers for a group that needs one key at every boundary: states, and windows of one chunk."""
+        """`_lower` for a group that needs one key at each boundary: a state, or the last chunk of a window."""
         if self._patience:
             nearest = max(self._lowest, boundary - (self._patience - 1) * self._step)
             found = self._ranges.last_held(group_index, nearest, boundary)
@@ -201,7 +207,7 @@ class _HitSearch:
         return boundary if walked >= last else walked + chunk - self._step
 
     def _bounded(self, boundary: int) -> int:
-        """Returns `boundary`, or less if the patience is used up and the full prefix ends before it."""
+        """Returns `boundary`, or less if `_patience` reaches 0 now and a FULL group ends before `boundary`."""
         if self._patience == 0:
             return boundary
         self._patience -= 1
@@ -253,7 +259,7 @@ class Loss(msgspec.Struct, frozen=True):
         resumed_tokens: boundary of the hit, or the engine's own prefix for a miss.
         full_tokens: last boundary that every FULL group holds; `resumed_tokens` or more.
         limiting_group: group that rules out the first boundary beyond `resumed_tokens` that the FULL groups hold; None
-            if nothing is lost. Of several, the one that settles a boundary with the fewest chunks.
+            if nothing is lost. Of several groups, the first of `CacheSpec.scarce_first`.
     """
 
     resumed_tokens: int
@@ -273,7 +279,7 @@ def measure_loss(
     lookup: Lookup,
     ranges: RangeLookup | None = None,
 ) -> Loss:
-    """Measures the loss of a request after its search. Asks for the FULL chunks beyond the hit, up to the first miss.
+    """Measures the loss of a request after its search. Looks up FULL groups beyond the hit, up to the first miss.
 
     Args:
         spec: the model's groups. Without a FULL group the loss is always 0.

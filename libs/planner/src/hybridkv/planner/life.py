@@ -1,20 +1,21 @@
 """State machine of a request's load: lookup, wait, offer, load, failure, retry.
 
-One function for each event of a request. Each function takes a stage and returns the next one. A function that answers
-the engine returns a step too: a `Reply`, or an `Action`; the caller reports the outcome of an action by another
-function. All
-functions are total. None does I/O, waits or counts; the caller does.
+Each event of a request has one function. The function takes a stage and returns the next one. A function that answers
+the engine also returns a step: a `Reply`, or an `Action`. The caller runs the action and passes its outcome to another
+function. All functions are total. No function does I/O, waits or counts; the caller does.
 
     stage, step = resume(stage, facts, bounds)
     while not isinstance(step, Reply):
         stage, step = ...  # run the action; then `searched`, `promoted`, or `resume` after a `Release`
 
-First a boundary is found at which every group can resume. Then its chunks that only secondary tiers hold are promoted,
-and no others. Meanwhile the reply is `RetryLater`, and the request holds no blocks. Every wait has a deadline.
-If a tier has async lookups, there are two boundaries: a settled one and a possible one. A request sends async
-lookups for all chunks that no nearer tier holds. It waits only while a hit up to the possible boundary is expected to
-save more time than the rest of the wait takes. So a short new prompt does not wait for a round trip, and no request
-waits for a tier that answers after the deadline.
+First a search finds a boundary at which every group can resume. Then the chunks of this hit that only secondary tiers
+hold are promoted, and no others. Meanwhile the reply is `RetryLater`, and the request holds no blocks. Every wait has a
+deadline.
+
+With async lookups, a search finds two boundaries: settled and possible. A request sends async lookups for all chunks
+that no nearer tier holds. The request waits only while a hit up to the possible boundary is expected to save more time
+than the rest of the wait takes. So a short new prompt does not wait for a round trip, and no request waits for a tier
+that answers after the deadline.
 """
 
 from math import inf
@@ -51,16 +52,16 @@ from hybridkv.planner.stages import (
     Unsearched,
 )
 
-# CPython 3.11 takes longer to look a member up than for most of a step.
+# In CPython 3.11, access to an enum member takes longer than most other operations of a step.
 _ADMIT, _WAIT = Verdict.ADMIT, Verdict.WAIT
 _WAITING, _READY, _LATE = HoldState.WAITING, HoldState.READY, HoldState.LATE
 
 
-# Questions of the engine.
+# Answers to lookups of the engine.
 
 
 def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
-    """Answers the engine's question about a request. If nothing has changed, the same stage comes back."""
+    """Answers a lookup of the engine for a request. Returns the same stage if nothing has changed."""
     room = facts.room
     if room is not None:
         past = stage.past
@@ -73,7 +74,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | A
     if type(stage) is Holding:
         stage = stage.found
     elif type(stage) is Loading:
-        # Its blocks are taken, and a load always ends.
+        # The request has its blocks already, and every load ends.
         return stage, RETRY_LATER
     elif type(stage) is GivenUp:
         return stage, COMPUTE
@@ -98,12 +99,12 @@ def searched(
     answer: Hit | Pending | Miss,
     settled: Hit | Pending | Miss | None = None,
 ) -> tuple[Stage, Reply | Action]:
-    """Takes the result of the search `action`. `facts` are those of the question.
+    """Takes the result of the search `action`. `facts` are the same as for `resume`.
 
     `settled` is the result if unanswered async lookups count as misses; None if that is `answer`.
     """
     if action.is_last and isinstance(answer, Pending):
-        # Chunks in flight were to count as misses, so this answer causes no further wait.
+        # The search should have counted chunks in flight as misses. So this answer causes no further wait.
         answer = Miss(None, "it was being stored for too long")
     if settled == answer:
         settled = None
@@ -114,8 +115,10 @@ def searched(
 def lookups_started(
     stage: Stage, facts: Facts, bounds: Bounds, action: StartLookups, *, is_news: bool = True
 ) -> tuple[Stage, Reply | Action]:
-    """The async lookups of `action` were sent: the chunks that are known are searched again. Not if they had been sent
-    before the last search (`is_news` is False)."""
+    """Takes the outcome of `action`: the async lookups are sent. Searches again.
+
+    Does not search again if the lookups were sent before the last search (`is_news` is False).
+    """
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
     if not is_news:
@@ -124,21 +127,22 @@ def lookups_started(
 
 
 def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
-    """True if a hit of `num_tokens` more saves more time than the rest of the wait takes."""
+    """True if `num_tokens` more tokens of a hit save more time than the rest of the wait plus `read_s`."""
     return num_tokens * wait.saved_s_per_token > rest_s + wait.read_s
 
 
 def break_even_tokens(wait: LookupWait) -> int | None:
-    """Tokens of the shortest hit that a request waits for, from when its lookup is sent; None if it never waits."""
+    """Shortest hit, in tokens, for which a request waits after it sends its lookups; None if it never waits."""
     if wait.saved_s_per_token <= 0 or wait.answer_s > wait.timeout_s:
         return None
     return int((wait.answer_s + wait.read_s) / wait.saved_s_per_token) + 1
 
 
 def expected_rest_s(past: Past, now_s: float, wait: LookupWait) -> float:
-    """Expected time until the lookups of a request are answered; infinity if that is after their deadline.
+    """Expected time until the lookups of a request are answered.
 
-    An overdue answer is expected after as long as it is overdue, but not before a quarter of its usual time.
+    Infinity if no lookup was sent, or if the answers are expected after the deadline. An answer that is overdue by x
+    seconds is expected in x seconds, but not in less than a quarter of its usual time.
     """
     if past.lookups_sent_s is None or past.lookup_deadline_s is None:
         return inf
@@ -151,7 +155,7 @@ def expected_rest_s(past: Past, now_s: float, wait: LookupWait) -> float:
 def promoted(
     stage: Stage, facts: Facts, bounds: Bounds, action: Promote, outcome: Promoted
 ) -> tuple[Stage, Reply | Action]:
-    """Takes the outcome of `action`. `facts` are those of the question."""
+    """Takes the outcome of `action`. `facts` are the same as for `resume`."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
     if outcome is Promoted.IN_PRIMARY:
@@ -191,9 +195,11 @@ def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False
     """The load of the request has ended. After a failure the next load is shorter.
 
     Args:
-        stage: stage of the request. Any stage but `Loading` belongs to another request with the same id, and stays.
+        stage: stage of the request. A stage other than `Loading` belongs to another request with the same
+            id and is returned unchanged.
         failed: the load failed.
-        is_explained: the chunks that made it fail are known and dropped. Otherwise the same load would fail again.
+        is_explained: the chunks that caused the failure are known and dropped. Otherwise the same load would fail
+            again.
     """
     if type(stage) is not Loading:
         return stage
@@ -212,7 +218,7 @@ def start_over(stage: Stage) -> Stage:
 
 
 def paused(stage: Stage, pause_s: float) -> Stage:
-    """The engine had no room for the request and did not call for `pause_s`. Waits for tiers or room exclude it."""
+    """The engine had no room and did not call for `pause_s`. Waits for tiers and for room do not include this time."""
     past = stage.past
     tier_s, stores_s, room = past.tier_since_s, past.stores_since_s, past.room
     if tier_s is None and stores_s is None and room.since_s is None:
@@ -251,7 +257,7 @@ def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
 
 
 def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
-    """The tiers hold chunks for the request: it waits for them, or they are of no use any more."""
+    """Next step if the tiers hold chunks for the request: offers the hit, waits for the chunks, or releases them."""
     if type(stage) is Holding and stage.found.computed_tokens == facts.computed_tokens:
         if facts.hold is _READY:
             return _settle(stage, stage.found.answer, facts, bounds)
@@ -309,7 +315,7 @@ def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:
 
 
 def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
-    """The hit is known and in the primary tier: offers it if the engine has room."""
+    """Last step: offers a hit that is in the primary tier, if the engine has room. Without a hit: computes."""
     past = stage.past
     if past.stores_since_s is not None or past.tier_since_s is not None:
         past = replace(past, stores_since_s=None, tier_since_s=None)
@@ -333,7 +339,7 @@ def _limit(past: Past, num_tokens: int) -> int:
 
 
 def limit_tokens(stage: Stage, num_tokens: int) -> int:
-    """Number of tokens to look up, of a request of `num_tokens` with this history."""
+    """Number of tokens to look up for a request of `num_tokens` at this stage."""
     return _limit(stage.past, num_tokens)
 
 

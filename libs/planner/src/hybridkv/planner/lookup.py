@@ -1,4 +1,4 @@
-"""Questions to a tier about stored chunks, its answers, and `Scan` for a tier that answers one key at a time."""
+"""Lookups of stored chunks in a tier, and `Scan` for a tier that answers one key at a time."""
 
 import enum
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from hybridkv.planner.groups import CacheSpec, GroupKind
 
 
 class LookupResult(enum.Enum):
-    """Answer of a tier: is this chunk stored?"""
+    """Answer of a tier to the lookup of one chunk."""
 
     HIT = "hit"
     """Stored and readable now."""
@@ -19,7 +19,7 @@ class LookupResult(enum.Enum):
 
 
 Lookup: TypeAlias = Callable[[int, int], LookupResult]
-"""`lookup(group_index, end_token)`: is this group's part of the chunk (or tail) that ends there stored?
+"""`lookup(group_index, end_token)`: looks up this group's part of the chunk (or tail) that ends there.
 
 Any other value counts as MISS.
 """
@@ -48,19 +48,19 @@ class RangeLookup(Protocol):
         ...
 
     def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
-        """True if one of these chunks is not readable yet. All of them are held; none is a tail."""
+        """True if one of these chunks is not readable yet. All these chunks are held; none is a tail."""
         ...
 
 
-# CPython 3.11 takes longer to look a member up than to compare it.
+# In CPython 3.11, access to an enum member takes longer than a comparison with it.
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 
 
 class Scan:
     """`RangeLookup` over single lookups, for one search. Looks up no key twice, and no key before it is needed.
 
-    Remembers held chunks alone: after a missing chunk a search continues with earlier ones and never needs it again. An
-    answer that is not a `LookupResult` counts as a miss.
+    Remembers only held chunks: after a miss, a search continues with earlier chunks and does not look up the missing
+    chunk again. An answer that is not a `LookupResult` counts as a miss.
 
     Args:
         spec: the model's groups.
@@ -74,7 +74,7 @@ class Scan:
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._answers: list[dict[int, LookupResult]] = [{} for _ in spec.groups]
         self._pending: list[list[int]] = [[] for _ in spec.groups]
-        # A search looks tails up again as boundaries fall, so with tails every answer is remembered.
+        # With tails, a search looks up the same key again at a lower boundary, so held answers are remembered.
         self._walks = [group.kind is GroupKind.FULL and spec.tail_tokens is None for group in spec.groups]
 
     def answer(self, group_index: int, end_token: int) -> LookupResult:
@@ -100,7 +100,7 @@ class Scan:
         return max(0, (last_end - first_end) // self._chunk + 1)
 
     def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
-        """`held` for a FULL group, which a search walks once and in order, so that no answer need be remembered."""
+        """`held` for a FULL group. A search walks it once and in order, so no answer is remembered."""
         lookup, hit = self._lookup, _HIT
         for end_token in range(first_end, last_end + 1, self._chunk):
             answer = lookup(group_index, end_token)
@@ -133,9 +133,9 @@ class Scan:
 
 
 def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
-    """Finds an end in the range that is not held, with O(log) questions; None if the last one is held.
+    """Finds an end in the range that is not held, with O(log) lookups; None if the first and the last one are held.
 
-    If chunks are stored front to back, which is the rule, it is the first missing one.
+    If chunks are stored in the order of the prompt (the usual case), it is the first missing one.
     """
     if last_end < first_end:
         return None

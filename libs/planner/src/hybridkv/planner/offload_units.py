@@ -1,11 +1,11 @@
 """Offload units of one fixed size for groups of very different block sizes, without their least common multiple.
 
-With blocks of 65,536 tokens beside blocks of 1,056, no usable chunk is a multiple of both. So the chunk is given, and
-each group follows it as its blocks allow. Two cases:
+With blocks of 65,536 tokens beside blocks of 1,056, no usable chunk is a multiple of both. So the chunk is an input,
+and the unit of each group follows from the chunk and the group's block. Two cases:
 
 - `unsplittable` names the blocks that cannot be split. The rules are those of `CacheSpec`, and its chunk may cut all
-  other blocks: a state or an unsplittable block is stored whole, boundaries are multiples of each of them, and any
-  other chunk gains nothing (`diagnose` reports it).
+  other blocks: a state or an unsplittable block is stored whole, and boundaries are multiples of each of these blocks.
+  A chunk that is no such multiple gains nothing (`diagnose` reports it).
 - `unsplittable` is None. Then only whole chunks are cut out of larger blocks. The units of a group need not end where
   chunks end, and a prefix is as long as the group with the fewest covered tokens allows.
 """
@@ -48,7 +48,7 @@ class HybridOffloadPlanner:
     offload_unit_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Tokens in a unit of each group."""
     requires_partial_group_offload: tuple[bool, ...] = field(init=False, repr=False, compare=False)
-    """True for each group with a unit smaller than its block. The medium must then move parts of blocks."""
+    """True for each group with a unit smaller than its block. Then the medium must move parts of blocks."""
     requires_partial_group_offload_any: bool = field(init=False, repr=False, compare=False)
     first_hashable_chunk_idx: int = field(init=False, repr=False, compare=False)
     """Index of the first chunk that ends where every group has a whole unit. No shorter prefix has an identity."""
@@ -92,7 +92,7 @@ class HybridOffloadPlanner:
             "_distinct_units": tuple(sorted(set(units))),
         }
         for name, value in derived.items():
-            object.__setattr__(self, name, value)  # the way to fill a frozen dataclass
+            object.__setattr__(self, name, value)  # sets a field of a frozen dataclass
 
     def _whole_groups(self, num_groups: int) -> tuple[int, ...] | None:
         if self.unsplittable is None:
@@ -123,7 +123,7 @@ class HybridOffloadPlanner:
         )
 
     def group_covered_tokens_for_chunk_count(self, chunk_count: int) -> tuple[int, ...]:
-        """For each group, the tokens in its whole units under the end of `chunk_count` chunks.
+        """For each group, the tokens in its whole units before the end of `chunk_count` chunks.
 
         Raises:
             ValueError: `chunk_count` is negative.
@@ -143,7 +143,7 @@ class HybridOffloadPlanner:
     def chunk_prefix_tokens(self, chunk_count: int) -> int:
         """Prefix that every group covers within `chunk_count` chunks, in whole hash blocks and unsplittable blocks.
 
-        It never shrinks as the count grows. It may stay equal, because a unit larger than the chunk spans several.
+        The prefix never shrinks as the count grows. It may stay equal, because a unit can be larger than the chunk.
 
         Raises:
             ValueError: `chunk_count` is negative.
@@ -151,7 +151,7 @@ class HybridOffloadPlanner:
         return self._common_prefix(self.chunk_end_tokens(chunk_count))
 
     def chunk_count_for_tokens(self, tokens: int) -> int:
-        """Inverse: largest number of chunks with a common prefix within `tokens`. O(log tokens).
+        """Inverse of `chunk_prefix_tokens`: largest number of chunks with a prefix of at most `tokens`. O(log tokens).
 
         `chunk_prefix_tokens(n) <= tokens` is true exactly for n up to this count.
 
@@ -194,7 +194,7 @@ class HybridOffloadPlanner:
         return min(per_group) // self.boundary_unit * self.boundary_unit
 
     def with_chunk(self, fixed_chunk_size: int) -> "HybridOffloadPlanner":
-        """The same groups under another chunk."""
+        """Planner for the same groups with another chunk size."""
         return dataclasses.replace(self, fixed_chunk_size=fixed_chunk_size)
 
     def _common_prefix(self, tokens: int) -> int:

@@ -36,10 +36,10 @@ def plan_load_runs(
 
     Args:
         spec: the model's groups.
-        num_tokens: the boundary that `longest_hit` answered: a multiple of `spec.boundary_tokens`.
+        num_tokens: the boundary that `longest_hit` returned: a multiple of `spec.boundary_tokens`.
         computed_tokens: the prefix that the engine holds itself; a multiple of every stored group's block.
         block_ids: for every group of `spec`, the request's block table.
-        null_block: the id that stands for "no block" in a table.
+        null_block: id for "no block" in a table.
 
     Raises:
         PlanError: no chunk ends at the boundary, a group has no table, a needed block is missing, or an allocated
@@ -138,12 +138,12 @@ def plan_store(
 
     Args:
         spec: the model's groups.
-        first_token: chunks up to here are planned already; a multiple of the chunk.
+        first_token: end of the chunks that are planned already; a multiple of the chunk.
         num_tokens: tokens with final content.
         block_ids: for every group of `spec`, the request's block table.
         states: states that the engine hands over in this step for this request.
         wanted: leaves out chunks that are stored already.
-        null_block: the id that stands for "no block" in a table.
+        null_block: id for "no block" in a table.
 
     Raises:
         PlanError: `first_token` or `num_tokens` is impossible, a group with chunks to store has no table, or a state
@@ -169,7 +169,7 @@ def plan_store(
         if state.num_tokens % spec.boundary_tokens or state.block_id == null_block:
             unaligned += 1
         elif state.num_tokens + spec.groups[state.group_index].lookahead_tokens > num_tokens:
-            continue  # its content is not final yet
+            continue  # the content of the state is not final yet
         elif state.num_tokens % spec.chunk_tokens:
             tails.setdefault(state.num_tokens, []).append(state)
         elif wanted(state.group_index, (state.num_tokens,)):
@@ -182,7 +182,7 @@ def plan_store(
 
 
 def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: Sequence[int]) -> Iterator[TransferRun]:
-    """Runs of the chunks with these ends. All their stored blocks are in the table, which is read once."""
+    """Runs of the chunks with these ends. All their stored blocks are in the table. The table is read once."""
     chunk, block_tokens = spec.chunk_tokens, spec.groups[group_index].block_tokens
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
     ids, num_blocks = tuple(table[first.start : last.stop]), len(first)
@@ -197,7 +197,7 @@ def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: S
         start = (in_a_row[0] - ends[0]) // block_tokens
         own = ids[start : start + (len(in_a_row) - 1) * step + num_blocks]
         if num_blocks != step:
-            # A chunk of a short window stores its last blocks alone.
+            # A chunk of a short window stores only its last blocks.
             own = tuple(chain.from_iterable(own[at : at + num_blocks] for at in range(0, len(own), step)))
         yield TransferRun(group_index, in_a_row[0], len(in_a_row), 0, own)
 
@@ -224,22 +224,22 @@ def storable_ends(
 ) -> Sequence[int]:
     """Ends of a group's chunks in (first_token, last_token] that have all their stored blocks in the table.
 
-    Where only the beginning of a window's table is null, as engines leave it, chunks are not checked one by one: a long
+    If only the first entries of a window's table are null (the usual case), chunks are not checked one by one: a long
     prompt costs one pass over its table.
 
     Args:
         spec: the model's groups.
-        group_index: a group that is stored by position, so not a RECURRENT one.
+        group_index: a group that is not RECURRENT, so that it is stored by position.
         first_token: a multiple of the chunk.
         last_token: chunks that end after it are not final.
         block_ids: for every group of `spec`, the request's block table.
-        null_block: the id that stands for "no block" in a table.
+        null_block: id for "no block" in a table.
 
     Returns:
         Ascending; a range if they are consecutive.
 
     Raises:
-        PlanError: there is such a chunk, but no table.
+        PlanError: a chunk ends in this range, but the group has no table.
     """
     ends = range(first_token + spec.chunk_tokens, last_token + 1, spec.chunk_tokens)
     if not ends:
@@ -247,7 +247,7 @@ def storable_ends(
     table = table_of(spec, block_ids, group_index)
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
     looked_at: Sequence[int] = ends
-    # The parts of these kinds begin in the order of their chunks, and all of them are empty or none is.
+    # For these kinds, parts start in the order of their chunks, and either all parts are empty or no part is.
     if spec.groups[group_index].kind in (GroupKind.FULL, GroupKind.WINDOW) and first and last.stop <= len(table):
         blocks = table[first.start : last.stop]
         if null_block not in blocks:
@@ -304,7 +304,7 @@ def plan_tail(
         block_ids: for every group of `spec`, the request's block table.
         states: the state of every RECURRENT group at `end_token`.
         wanted: leaves out parts that are stored already.
-        null_block: the id that stands for "no block" in a table.
+        null_block: id for "no block" in a table.
 
     Raises:
         ValueError: no tail of this cache ends at `end_token`.

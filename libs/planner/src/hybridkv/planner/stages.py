@@ -1,7 +1,7 @@
 """Values of a request's load: its stages, the facts for a decision, replies and actions. The rules are in `life.py`.
 
 A stage holds facts about one request that stay true. Facts that change without the request (the clock, the content of
-tiers, free blocks) come with each question, as `Facts`.
+tiers, free blocks) are passed with each call, as `Facts`.
 """
 
 import enum
@@ -15,7 +15,7 @@ from hybridkv.planner.hit import Hit, Miss, Pending
 MAX_FAILED_LOADS: Final = 3
 """Number of failed loads after which no further load is offered to a request."""
 MAX_SHRINKS: Final = 8
-"""A boundary is lowered by a quarter at most so often, because the primary tier has no room for its chunks."""
+"""Maximum number of times that one lookup lowers a boundary by a quarter, if the primary tier has no room."""
 
 
 class Past(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Past(msgspec.Struct, frozen=True):
         failed_loads: number of failed loads, ever.
         boundary_limit: a load to this boundary failed for an unknown reason: only shorter loads are offered.
         room_limit: the primary tier has no room for a longer load: only shorter loads are offered.
-        only_primary: secondary tiers timed out: the request uses the primary tier alone.
+        only_primary: secondary tiers timed out: the request uses only the primary tier.
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
         tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
@@ -131,15 +131,15 @@ class HoldState(enum.Enum):
     LATE = enum.auto()
     """A secondary tier timed out."""
     LOST = enum.auto()
-    """A chunk is gone or could not be read."""
+    """A chunk was evicted or could not be read."""
 
 
 class LookupWait(msgspec.Struct, frozen=True, gc=False):
     """Cost of the wait for async lookups, and gain by a hit, as measured so far.
 
     Args:
-        timeout_s: deadline of a lookup, from when it is sent.
-        answer_s: expected time until a lookup is answered, from when it is sent.
+        timeout_s: deadline, in seconds after a lookup is sent.
+        answer_s: expected time from sending a lookup to its answer.
         read_s: expected time to load the part of a hit that does not grow with it: states and windows.
         saved_s_per_token: time to compute a token, less the time to load it. A hit is slower than computing if it is
             not above 0.
@@ -162,9 +162,9 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         has_secondary: there is a secondary tier. Its chunks are promoted before a load.
         hold: state of the chunks that the tiers hold for the request; None if they hold none.
         room: blocks as this request sees them; None if no other request holds blocks and no load failed.
-        lookup: wait for async lookups; None if no tier accepts one now.
-        is_unanswered: the async lookup that the request waits for has no answer yet. A changed generation then says
-            nothing about it.
+        lookup: cost of a wait for async lookups; None if no tier accepts a lookup now.
+        is_unanswered: the async lookup that the request waits for has no answer yet. Then a changed generation
+            does not come from this lookup.
     """
 
     num_tokens: int
@@ -199,7 +199,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 @final
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """The request can load `num_tokens` beyond those that the engine holds."""
+    """The request can load `num_tokens` after the engine's own prefix."""
 
     num_tokens: int
 
@@ -218,7 +218,7 @@ RETRY_LATER: Final = RetryLater()
 COMPUTE: Final = Compute()
 
 
-# Errands: work before there is a reply.
+# Actions: work before there is a reply.
 
 
 @final
@@ -227,9 +227,9 @@ class Search(msgspec.Struct, frozen=True):
 
     Args:
         limit_tokens: number of the request's tokens to look up.
-        only_primary: look up the primary tier alone. Chunks in flight count as misses.
+        only_primary: look up only the primary tier. Chunks in flight count as misses.
         is_last: the wait for chunks in flight is over: they count as misses.
-        num_shrinks: so often the boundary was lowered for this question.
+        num_shrinks: number of times that the boundary was lowered since the last `resume`.
     """
 
     limit_tokens: int
@@ -244,7 +244,7 @@ class StartLookups(msgspec.Struct, frozen=True):
 
     Args:
         limit_tokens: number of the request's tokens to look up.
-        num_shrinks: so often the boundary was lowered for this question.
+        num_shrinks: number of times that the boundary was lowered since the last `resume`.
     """
 
     limit_tokens: int
@@ -253,14 +253,14 @@ class StartLookups(msgspec.Struct, frozen=True):
 
 @final
 class Promote(msgspec.Struct, frozen=True):
-    """Find out whether the primary tier holds all chunks of a hit. If not, and there is time, promote the others and
-    pin all of them. Then call `promoted`.
+    """Check whether the primary tier holds all chunks of a hit. If not, and there is time, promote the missing chunks
+    and pin all of them. Then call `promoted`.
 
     Args:
         boundary: end of the hit.
         since_s: start of the wait for secondary tiers.
         has_time: the wait may go on.
-        num_shrinks: so often the boundary was lowered for this question.
+        num_shrinks: number of times that the boundary was lowered since the last `resume`.
     """
 
     boundary: int
@@ -274,7 +274,7 @@ class Release(msgspec.Struct, frozen=True):
     """Release the chunks that the tiers hold for the request, then call `resume` again.
 
     Args:
-        is_late: secondary tiers timed out, and the request uses the primary tier alone.
+        is_late: secondary tiers timed out, and the request uses only the primary tier.
     """
 
     is_late: bool = False

@@ -1,7 +1,6 @@
-"""Values that plans consist of: frozen, so that they can be printed, compared and replayed.
+"""Values of plans: frozen, so that they can be printed, compared and replayed.
 
-`find_local_copies` finds the transfers of a load that the engine holds itself, in blocks that no request may resume
-from.
+`find_local_copies` finds the transfers of a load that can be copied from the engine's own blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class PlanError(ValueError):
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one group that hold one chunk, a part of one, or a tail.
 
-    The first and the last block may hold tokens of other chunks too, which the transfer leaves out (`chunk_span`).
+    The first and the last block may also hold tokens of other chunks. The transfer does not move these (`chunk_span`).
 
     Args:
         group_index: the group.
@@ -44,7 +43,7 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
     Args:
         group_index: the group.
         end_token: end of the first transfer.
-        num_transfers: number of transfers. More than one are whole chunks.
+        num_transfers: number of transfers. If more than one, all are whole chunks.
         first_block: the same as in each `Transfer`.
         block_ids: blocks of all transfers, in order.
     """
@@ -69,7 +68,7 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
         ]
 
     def single(self, chunk_tokens: int) -> list[TransferRun]:
-        """The transfers as runs of one."""
+        """The transfers as runs of one transfer each."""
         return [
             TransferRun(each.group_index, each.end_token, 1, each.first_block, each.block_ids)
             for each in self.transfers(chunk_tokens)
@@ -82,12 +81,12 @@ def transfers_of(runs: Iterable[TransferRun], chunk_tokens: int) -> tuple[Transf
 
 
 Wanted: TypeAlias = Callable[[int, Sequence[int]], Sequence[int]]
-"""`wanted(group_index, ends)`: the ends, ascending, of the chunks or tails to store. If that is all of them, the same
-object."""
+"""`wanted(group_index, ends)`: the ends, ascending, of the chunks or tails to store. Returns `ends` itself if all
+are to be stored."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """A recurrent state that the engine hands over: the block that holds it, and the tokens that it stands for."""
+    """A recurrent state that the engine hands over: its block, and the number of tokens before it."""
 
     group_index: int
     block_id: int
@@ -127,9 +126,9 @@ class LocalCopies(msgspec.Struct, frozen=True):
     """Transfers that are copied from the engine's own blocks.
 
     Args:
-        block_ids: for each transfer, the engine's blocks with the same content, in the transfer's order; empty if it is
-            read from the tier.
-        num_tokens: tokens of the chunks that read at most states from the tier.
+        block_ids: for each transfer, the engine's blocks with the same content, in the transfer's order; empty if the
+            transfer is read from the tier.
+        num_tokens: tokens of the chunks that read nothing or only states from the tier.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
@@ -141,17 +140,17 @@ def find_local_copies(
 ) -> LocalCopies:
     """Finds the transfers of a load that can be copied from the engine's own blocks.
 
-    An engine that lacks a state resumes only at its last one, even if it holds more attention blocks. Those are copied.
-    States are not: the engine may still write to the block of a state. Blocks of a drafter are not: their last token
-    depends on the next one, which is not part of the block's hash. Parts of blocks and tails are not. A transfer is
-    copied whole or not at all.
+    An engine resumes at its last state, even if it holds attention blocks after it. These blocks are copied. Not
+    copied: states, because the engine may still write to their blocks; blocks of a drafter, because their last token
+    depends on the next token, which is not part of the block's hash; parts of blocks; tails. A transfer is copied whole
+    or not at all.
 
     Args:
         spec: the model's groups.
         transfers: transfers of a load, from `plan_load`.
         computed_tokens: the prefix that the engine holds itself.
-        held: returns the engine's block with the content of a block, by group and index in the block table; None
-            without one. For a FULL group, not called after the first missing block.
+        held: `held(group_index, index)` returns the engine's block that has the content of this index of the block
+            table; None without one. For a FULL group, not called after the first missing block.
     """
     left = {index for index in {transfer.group_index for transfer in transfers} if _may_copy(spec, index)}
     found: list[tuple[int, ...]] = []
@@ -174,7 +173,7 @@ def find_local_copies(
 
 
 def has_local_copies(spec: CacheSpec, runs: Iterable[TransferRun], held: Callable[[int, int], int | None]) -> bool:
-    """True if `find_local_copies` may find transfers of these runs. Cheap if it does not, the usual case.
+    """True if `find_local_copies` may find transfers of these runs. Cheap in the usual case, without such transfers.
 
     Args:
         spec: the model's groups.

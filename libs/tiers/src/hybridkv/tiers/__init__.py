@@ -1,4 +1,4 @@
-"""Tiers: media that hold KV-cache chunks by key. The contract is in `contract`; each medium has its own folder."""
+"""Tiers: media that hold KV-cache chunks by key. The contract is in `contract`; each tier has its own folder."""
 
 from hybridkv.tiers import native as native  # fails first if the extension is missing
 from hybridkv.tiers.changes import Changes, ReportsChanges

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
-    """View of each buffer as bytes. `TypeError` if one is not a C-contiguous buffer."""
+    """View of each buffer as bytes. `TypeError` if an item is not a C-contiguous buffer."""
     return [memoryview(buffer).cast("B") for buffer in buffers]
 
 
 def slot_views(slot: Slot, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview] | Failure:
-    """Views to copy a slot to or from, without empty ones; a `Failure` if the buffers do not fit."""
+    """Byte views of the buffers that a slot is copied to (`is_written`) or from, without empty views. A `Failure` if
+    the buffers do not fit the slot."""
     try:
         views = byte_views(buffers)
     except (TypeError, ValueError, BufferError) as error:

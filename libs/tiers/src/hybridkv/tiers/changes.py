@@ -1,7 +1,7 @@
-"""Change feed of an index: keys with a changed lookup answer, for a reader that keeps a copy of the state.
+"""Change feed of an index: keys with a changed lookup result, for a reader that keeps a copy of the state.
 
-Off until a reader calls `watch`. Contains keys, not answers: the reader looks the key up, so a key that came and went
-between two reads costs one lookup.
+Off until a reader calls `watch`. Contains keys, not lookup results: the reader looks up each key. A key that was added
+and removed between two reads costs one lookup.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from hybridkv.tiers.contract import Key
 
 MAX_CHANGED_KEYS = 1 << 17
-"""Keys that a feed keeps. If more collect, it reports that any key may have changed."""
+"""Most keys that a feed keeps. With more keys, the feed reports that any key may have changed."""
 
 
 class Changes(NamedTuple):
-    """Keys for which a lookup may answer differently than at the last read."""
+    """Keys with a lookup result that may have changed since the last read."""
 
     keys: set[Key]
     is_any: bool
-    """Any key may have changed, not only those in `keys`."""
+    """If True, any key may have changed, also keys outside of `keys`."""
 
 
 @runtime_checkable
 class ReportsChanges(Protocol):
-    """An index with a change feed, for one reader."""
+    """Index with a change feed, for one reader."""
 
     def watch(self) -> None:
-        """Start to keep changes. Keys stored before are not included."""
+        """Start to keep changes. Does not include keys that were stored before."""
         ...
 
     def take_changes(self) -> Changes:
@@ -39,7 +39,7 @@ class ChangeFeed:
     """Collects changed keys.
 
     Args:
-        max_keys: keys to keep; beyond that any key may have changed.
+        max_keys: most keys that the feed keeps. With more keys, `take` reports that any key may have changed.
     """
 
     __slots__ = ("_is_any", "_keys", "_max_keys")
@@ -50,7 +50,7 @@ class ChangeFeed:
         self._is_any = False
 
     def add(self, key: Key) -> None:
-        """The answer for this key changed."""
+        """Record that the lookup result of this key changed."""
         if self._is_any:
             return
         self._keys.add(key)
@@ -58,7 +58,7 @@ class ChangeFeed:
             self.add_all()
 
     def add_all(self) -> None:
-        """The answer for any key may have changed."""
+        """Record that the lookup result of any key may have changed."""
         self._keys = set()
         self._is_any = True
 

@@ -1,9 +1,9 @@
 """Contract of a tier: the values that its two halves exchange, and the protocols of both. CONTRACT.md lists the tests.
 
-A tier has an index, in the engine's scheduler, which decides what is kept; and a medium, in each worker, which holds
-the bytes. For the primary tier, which copy engines access directly, the medium is `SealedMemory`. Index and medium may
-live in different processes, and agree only through slots. The bytes of tensor-parallel rank r are in rank r's medium.
-All media have the same layout, so one index serves every rank.
+A tier has an index, in the engine's scheduler, which decides which chunks are kept; and a medium, in each worker, which
+holds the bytes. The medium of the primary tier is `SealedMemory`: copy engines access it directly. Index and medium may
+run in different processes, and share only slots. The medium of tensor-parallel rank r holds the bytes of rank r. All
+media have the same layout, so one index serves every rank.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Key: TypeAlias = bytes
-"""Identity of one group's part of one chunk; opaque to a tier."""
+"""Key of one group's part of one chunk. A tier does not interpret its bytes."""
 
 Ticket = NewType("Ticket", int)
-"""The caller's id of one store or load; returned in the `Completion`."""
+"""Id of one store or load. The caller chooses it; the `Completion` returns it."""
 
 
 Extends: TypeAlias = tuple[Key, ...]
-"""At most two keys, in order of preference: a chunk extends the first of them that the tier holds."""
+"""At most two keys of preceding chunks, in order of preference. A chunk extends the first one that the tier holds."""
 
 NewChunk: TypeAlias = tuple[Key, int] | tuple[Key, int, Extends]
-"""A key to reserve, its number of bytes, and what it extends, as for `TierIndex.reserve`."""
+"""Arguments of `TierIndex.reserve`: key, number of bytes, and keys that the chunk may extend."""
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,46 +46,46 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first_offset(self) -> int:
-        """Identifies the slot among live slots. `ValueError` for a slot without extents."""
+        """Offset of the first extent; unique among live slots. `ValueError` for a slot without extents."""
         if not self.extents:
             raise ValueError("a slot without extents has no first offset")
         return self.extents[0][0]
 
 
 class Refusal(enum.StrEnum):
-    """Why an index reserved no slot. A refusal changes nothing in the tier, and evicts nothing."""
+    """Reason why an index reserved no slot. A refusal changes nothing in the tier, and evicts nothing."""
 
     NO_ROOM = "no_room"
-    """Not enough space, even after evicting everything that is evictable."""
+    """Not enough space, even after the eviction of all evictable keys."""
     TOO_LARGE = "too_large"
-    """Larger than the whole tier: retrying is pointless."""
+    """The chunk is larger than the largest chunk that fits into the tier. A retry fails too."""
     PRESENT = "present"
-    """The key is committed or reserved, or it was deleted and its bytes are still pinned or being written."""
+    """The key is committed, reserved, or deleted while its bytes are still pinned or written."""
     CLOSED = "closed"
     """The index is closed."""
     BUSY = "busy"
-    """Too much is in flight: retrying later may help."""
+    """Too much work is in flight. A later retry may succeed."""
 
 
 UNSPECIFIED = "unspecified"
-"""Reason of an invalidation without a reason."""
+"""Default reason of `TierIndex.invalidate`."""
 
 
 class FailureReason(enum.StrEnum):
-    """Why an operation of a medium failed."""
+    """Reason why an operation of a medium failed."""
 
     MISSING = "missing"
     """Nothing is stored in the slot."""
     WRONG_KEY = "wrong_key"
     """The slot holds another key's bytes."""
     CHECKSUM = "checksum"
-    """The bytes are not those that were stored."""
+    """The bytes differ from the stored bytes."""
     IO = "io"
-    """The operation could not be carried out: wrong sizes or bounds, device errors."""
+    """The operation failed: wrong sizes or bounds, or a device error."""
     CLOSED = "closed"
     """The medium is closed."""
     BUSY = "busy"
-    """Nothing was tried: the queue is full, or the process is short of files, memory or threads."""
+    """The operation was not tried: the queue is full, or the process is short of files, memory or threads."""
     INJECTED = "injected"
     """Injected by a test."""
 
@@ -106,38 +106,38 @@ class Completion(msgspec.Struct, frozen=True):
     ticket: Ticket
     failure: Failure | None = None
     checksum: bytes | None = None
-    """XXH3-128 (16 bytes, canonical order) of the chunk, on success, from a medium that computes it."""
+    """XXH3-128 (16 bytes, canonical order) of the chunk. None on failure, or if the medium does not compute it."""
 
 
 class LookupAnswer(enum.StrEnum):
     """Result of an async lookup of one key."""
 
     FOUND = "held"
-    """In time: the tier holds the key, and the index offers it."""
+    """Answered by the deadline: the tier holds the key, and the index offers the key."""
     MISSING = "missing"
-    """In time: the tier does not hold the key, or the index has no room for its entry."""
+    """Answered by the deadline: the tier does not hold the key, or the index has no room for an entry."""
     TIMED_OUT = "late"
-    """No answer by the deadline, or too many lookups in flight."""
+    """Not answered by the deadline, or not sent because too many lookups were in flight."""
 
 
 class LookupCounts(NamedTuple):
-    """Numbers of keys with an async lookup that was answered, or not, since the start. They never decrease.
+    """Counts of keys with an answered or timed-out async lookup since the start. Counts never decrease.
 
-    Not counted, because they say nothing about the health of the tier: open lookups, keys that were invalidated or
-    reserved meanwhile, and keys that were not sent because too many lookups were in flight.
+    Not counted, because they do not show the health of the tier: open lookups; keys invalidated or reserved during the
+    lookup; keys not sent because too many lookups were in flight.
     """
 
     num_answered: int = 0
-    """Answered by the deadline, with any answer."""
+    """Keys answered by the deadline, found or missing."""
     num_timed_out: int = 0
-    """Not answered by the deadline, even if answered later."""
+    """Keys without an answer by the deadline, even if answered later."""
 
 
 NO_LOOKUPS = LookupCounts()
 
 
 class TierCounts(msgspec.Struct, frozen=True):
-    """Counts of an index since the last `take_counts`. Merging adds, so order and grouping do not matter."""
+    """Counts of an index since the last `take_counts`. `merge` adds, so order and grouping do not matter."""
 
     reservations: int = 0
     commits: int = 0
@@ -146,9 +146,10 @@ class TierCounts(msgspec.Struct, frozen=True):
     evictions: int = 0
     evicted_bytes: int = 0
     refusals: dict[Refusal, int] = {}
-    """By reason; only reasons that occurred."""
+    """Refusals by reason; only reasons that occurred."""
     answers: dict[LookupAnswer, int] = {}
-    """Results of async lookups; only those that occurred. A key that was invalidated or reserved meanwhile has none."""
+    """Keys by result of their async lookup; only results that occurred. Keys that were invalidated or reserved during
+    the lookup are not counted."""
 
     def merge(self, other: TierCounts) -> TierCounts:
         refusals = dict(self.refusals)
@@ -171,13 +172,14 @@ class TierCounts(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class TierIndex(Protocol):
-    """Index of a tier: decides what it keeps. Used by one thread. No method blocks.
+    """Index of a tier: decides which chunks the tier keeps. Used by one thread. No method blocks.
 
-    A key is unknown, reserved, committed, or deleted and pending: invalidated while it is still being written
-    (reserved) or read (pinned). A call that does not fit the state of the key raises `TierProtocolError`.
+    A key is unknown, reserved, committed or deleted. Deleted: invalidated while its bytes are still written (reserved)
+    or read (pinned); its space is not free yet. A call that does not fit the state of the key raises
+    `TierProtocolError`.
 
-    A call with many keys does the same as one call for each key, in order, at lower cost. If it raises for one key, the
-    keys before that one are done.
+    A call with many keys has the same effect as one call for each key, in order, at lower cost. If the call raises for
+    one key, all keys before that key are done.
     """
 
     @property
@@ -185,7 +187,7 @@ class TierIndex(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, including rounding and deleted keys that are pending; never above `capacity_bytes`."""
+        """Bytes in use, including rounding and deleted keys; never above `capacity_bytes`."""
         ...
 
     def cost(self, num_bytes: int) -> int:
@@ -199,7 +201,7 @@ class TierIndex(Protocol):
 
     @property
     def generation(self) -> int:
-        """Changes whenever the answer of any lookup may have changed."""
+        """Number that changes whenever the result of any lookup may have changed."""
         ...
 
     @property
@@ -208,32 +210,32 @@ class TierIndex(Protocol):
         ...
 
     def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Start an async lookup of keys, with a deadline by the tier's clock.
+        """Start an async lookup of keys, with a deadline in seconds of the tier's clock.
 
-        Separate from `lookup`, which changes nothing. An unknown key is PENDING until it is answered; it is a MISS
-        after the deadline, or if too many lookups are in flight. A later answer still counts, unless the key was
-        invalidated meanwhile. A repeated lookup does not delay the answer; the later deadline holds. Nothing is
-        reserved: `reserve` works as without the lookup. Does nothing in a tier that knows all its keys.
+        An unknown key is PENDING until the answer. It is a MISS after the deadline, or if too many lookups are in
+        flight. An answer after the deadline is still used, unless the key was invalidated after `start_lookup`. A
+        repeated lookup does not delay the answer; the later of the two deadlines applies. Reserves nothing: `reserve`
+        works as without the lookup. Does nothing if `has_async_lookups` is False.
         """
         ...
 
     @property
     def lookup_counts(self) -> LookupCounts:
-        """Answered and unanswered lookups since the start, to judge the health of the tier.
+        """Counts of answered and timed-out lookups since the start, to judge the health of the tier.
 
-        Reading does not reset it, so there may be several readers.
+        A read does not reset the counts, so several readers are possible.
         """
         ...
 
     @property
     def answer_s(self) -> float:
-        """Expected seconds from an async lookup to its answer: a moving average. A lookup without an answer by its
-        deadline counts with twice its time. 0 in a tier that knows all its keys."""
+        """Expected seconds from an async lookup to its answer: a moving average. A timed-out lookup adds twice its
+        time limit to the average. 0 if `has_async_lookups` is False."""
         ...
 
     def lacks(self, key: Key) -> bool:
-        """True if the key is worth storing: neither committed nor reserved, nor known to be stored. Open lookups do not
-        count."""
+        """True if the key is worth storing: not committed, not reserved, and not known to be stored. An open lookup
+        changes nothing: its key may still be worth storing."""
         ...
 
     def lookup(self, key: Key) -> LookupResult:
@@ -241,75 +243,77 @@ class TierIndex(Protocol):
         ...
 
     def leading(self, keys: Iterable[Key]) -> int:
-        """Number of leading keys that are HIT or PENDING. Changes nothing, like the next two."""
+        """Number of leading keys that are HIT or PENDING. Changes nothing."""
         ...
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
-        """Position of the last key that is HIT or PENDING, None if there is none."""
+        """Position of the last key that is HIT or PENDING, None if there is none. Changes nothing."""
         ...
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        """True if one of the keys is PENDING."""
+        """True if one of the keys is PENDING. Changes nothing."""
         ...
 
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
-        """Make committed keys the most recently used, the last one most. Other keys are ignored.
+        """Make committed keys the most recently used, in order: the last key becomes the most recent. Ignores other
+        keys.
 
         Args:
             keys: used keys.
-            extends: for each key, as for `reserve`. Ignored for a key that extends another one already. Fast if each
-                key comes before the one that it extends.
+            extends: for each key, as for `reserve`. Ignored for a key that already extends another key. Fast if each
+                key comes before the key that it extends.
         """
         ...
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """Reserve space for a chunk of `num_bytes` > 0.
 
-        Evicts committed, unpinned keys that no held key extends, the least recently used first, and only as many as
-        needed. A refusal evicts nothing. Keys that the chunk extends, directly or not, are not evicted for it.
+        Evicts committed, unpinned keys that no other key extends, least recently used first, and only as many as
+        needed. A refusal evicts nothing. Never evicts keys that the new chunk extends, directly or through other keys.
 
-        When the last key that extends a key is gone, that key is evicted next; if it was used in a later call, it
-        becomes the most recently used one instead. If a key in the middle of a chain is deleted, the keys that extended
-        it extend its predecessor. A tier that only lists chunks of others may evict in any order.
+        Suppose that key B extends key A. If B is gone and no other key extends A, A is evicted next. Exception: if A
+        was used in a later call than B, A becomes the most recently used key. If a key in the middle of a chain is
+        deleted, its successors extend its predecessor. A tier that only lists chunks of other engines may evict in any
+        order.
 
         Args:
-            key: of the chunk.
-            num_bytes: of the chunk.
-            extends: keys; the chunk extends the first of them that the tier holds.
+            key: key of the chunk.
+            num_bytes: size of the chunk.
+            extends: keys of preceding chunks; the chunk extends the first one that the tier holds.
         """
         ...
 
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
-        """`reserve` for each key and number of bytes; one result for each.
+        """`reserve` for each chunk, in order; one result for each.
 
-        Later chunks are tried after a refusal too: sizes differ, and only the caller knows which chunks are useful
-        alone.
+        Continues after a refusal: sizes differ, and a later chunk may be useful without the refused one.
         """
         ...
 
     def commit(self, key: Key) -> bool:
-        """Offer a reserved key, as the most recently used: its bytes are in the medium.
+        """Offer a reserved key, as the most recently used key. Its bytes must be in the medium.
 
-        False if the key was invalidated meanwhile: it is not offered, and its space is freed now.
+        False if the key was invalidated after `reserve`: the key is not offered, and its space is freed now.
         """
         ...
 
     def commit_all(self, keys: Sequence[Key]) -> list[bool]:
-        """`commit` of each, in order; one result for each."""
+        """`commit` each key, in order; one result for each."""
         ...
 
     def abort(self, key: Key) -> None:
-        """Free a reservation that will not be committed, also one that was invalidated. No write may be in flight."""
+        """Free a reservation that will not be committed; the key may be invalidated already. No write may be in
+        flight."""
         ...
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
-        """Delete a key: it is never offered again. False if it is not offered or reserved.
+        """Delete a key: the stored bytes are never offered again. False if the key is not committed or reserved.
 
         Frees the space now, or at the last `unpin` if pinned, or at `commit` or `abort` if reserved.
 
         Args:
-            key: to delete.
-            reason: for tiers that count reasons, for example a `FailureReason`.
+            key: key to delete.
+            reason: for example a `FailureReason`; used by tiers that count reasons.
         """
         ...
 
@@ -318,22 +322,22 @@ class TierIndex(Protocol):
         ...
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
-        """`pin` all keys and return their slots, or none: None if one is not a HIT, and nothing has changed.
+        """`pin` all keys and return their slots. None, and no change, if one of the keys is not a HIT.
 
-        A key given twice is pinned twice.
+        A key that occurs twice is pinned twice.
         """
         ...
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
+        """Undo one `pin`. The last `unpin` makes the key the most recently used, or frees a deleted key."""
         ...
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
-        """`unpin` each, in order, so the last one is the most recently used."""
+        """`unpin` each key, in order: the last key becomes the most recently used."""
         ...
 
     def clear(self) -> int:
-        """`invalidate` every key; returns how many were offered or reserved."""
+        """`invalidate` every key; returns the number of keys that were committed or reserved."""
         ...
 
     def take_counts(self) -> TierCounts:
@@ -341,16 +345,16 @@ class TierIndex(Protocol):
         ...
 
     def close(self) -> None:
-        """`clear`, and refuse every later reservation. Pins and reservations may still be ended."""
+        """`clear`, and refuse every later reservation. `unpin`, `commit` and `abort` still work."""
         ...
 
 
 class SyncLookups:
-    """Mixin for a `TierIndex` that knows all its keys: async lookups do nothing."""
+    """Mixin for a `TierIndex` without async lookups: `lookup` finds all keys of the tier."""
 
     @property
     def has_async_lookups(self) -> bool:
-        """False: `lookup` knows all keys."""
+        """False: `lookup` finds all keys."""
         return False
 
     def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
@@ -358,12 +362,12 @@ class SyncLookups:
 
     @property
     def lookup_counts(self) -> LookupCounts:
-        """No lookups."""
+        """All counts 0."""
         return NO_LOOKUPS
 
     @property
     def answer_s(self) -> float:
-        """No wait."""
+        """Always 0."""
         return 0.0
 
 
@@ -372,16 +376,17 @@ class TierMedium(Protocol):
     """Medium of a tier: holds bytes. `store`, `load` and `poll` do not wait for a device, a network or another thread.
 
     Every store and load ends in exactly one `Completion` with its ticket, also on failure; I/O errors are not raised.
-    Buffers belong to the medium from the call until that completion is polled. The caller, through the index, never
-    runs two writes, or a write and a read, on one slot at the same time.
+    The medium may use the buffers from the call until `poll` returns that completion. The caller never runs two writes,
+    or a write and a read, on one slot at the same time: the states and pins of the index prevent it.
     """
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
-        """Copy `source` into the slot, under `key`. Its total size must be that of the slot."""
+        """Copy `source` into the slot, under `key`. The total size of `source` must be the size of the slot."""
         ...
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        """Copy the slot into writable `destination` of the same total size, if it holds the bytes stored for `key`.
+        """Copy the slot into writable `destination` of the same total size. Fails if the slot does not hold the bytes
+        stored for `key`.
 
         After a failed load the contents of `destination` must not be used.
         """
@@ -392,7 +397,7 @@ class TierMedium(Protocol):
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every operation is complete and ready for `poll`; False on a timeout."""
+        """Wait until every operation is complete and `poll` can return its completion. False on a timeout."""
         ...
 
     def close(self) -> None:
@@ -402,40 +407,40 @@ class TierMedium(Protocol):
 
 @runtime_checkable
 class HintedLookups(Protocol):
-    """An index that can look up first in the places that a request names. Called by a stack."""
+    """Index that first looks up keys at given peers. Called by a stack."""
 
     def start_lookup_at(self, addresses: Sequence[tuple[str, int]], keys: Iterable[Key], deadline_s: float) -> None:
-        """`TierIndex.start_lookup`, first at these hosts and ports."""
+        """`TierIndex.start_lookup` that first sends the lookup to these addresses: (host, port)."""
         ...
 
 
 @runtime_checkable
 class BatchedIndex(Protocol):
-    """An index that places the chunks of a batch together, each after the chunk that it extends. Called by a stack."""
+    """Index that places the chunks of a batch together, each after the chunk that it extends. Called by a stack."""
 
     def prepare_stores(self, keys: Sequence[Key]) -> None:
-        """Look up the keys that may be reserved soon, each after the one that it extends: another engine may have
-        stored them. `reserve` is BUSY until the answer, and looks up a key itself if this was not called for it."""
+        """Look up keys that may be reserved soon: another engine may have stored them. Each key comes after the key
+        that it extends. `reserve` is BUSY until the answer. Without this call, `reserve` starts the lookup itself."""
         ...
 
     def end_batch(self) -> None:
-        """End the batch of keys reserved since the last call. The media receive it as one batch."""
+        """End the batch of keys reserved since the last call. The media receive these keys as one batch."""
         ...
 
 
 @runtime_checkable
 class BatchedMedium(Protocol):
-    """A medium that stores and loads chunks in batches."""
+    """Medium that stores and loads chunks in batches."""
 
     def flush(self) -> None:
-        """Start everything queued since the last `flush`, as one batch. Without it, nothing need start before
-        `drain`."""
+        """Start all operations queued since the last `flush`, as one batch. Without `flush`, operations may not start
+        before `drain`."""
         ...
 
 
 @runtime_checkable
 class ExposesBytes(Protocol):
-    """A medium with addressable memory, for copy engines, and for tests that corrupt bytes."""
+    """Medium with addressable memory, for copy engines, and for tests that corrupt bytes."""
 
     def views(self, slot: Slot) -> list[memoryview]:
         """One writable view for each extent. `TierProtocolError` if the slot is not in this medium."""
@@ -444,11 +449,11 @@ class ExposesBytes(Protocol):
 
 @runtime_checkable
 class SealedMemory(ExposesBytes, Protocol):
-    """Memory of the primary tier, which copy engines access directly.
+    """Memory of the primary tier. Copy engines access it directly.
 
-    The writer of a chunk seals its slot with the key and the checksum of its bytes; a reader checks both, so a reused,
-    torn or corrupted slot is a failed load and never wrong bytes. Threads of copy engines and the main thread may use
-    it at the same time, on distinct slots.
+    The writer of a chunk seals the slot with the key and the checksum of the bytes. A reader checks both, so a reused,
+    torn or corrupted slot fails the load and never returns wrong bytes. Threads of copy engines and the main thread may
+    use the memory at the same time, on distinct slots.
 
     For a slot outside the memory, or any slot after `close`, a method returns a `Failure` if it can, else raises
     `TierProtocolError`.
@@ -471,32 +476,31 @@ class SealedMemory(ExposesBytes, Protocol):
     ) -> list[Failure | None]:
         """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
 
-        Removes the seals of other slots that overlap.
-
-        Reads the bytes once, unless the caller passes their XXH3-128, one for each chunk.
+        Removes the seals of other, overlapping slots. Reads the bytes once, unless the caller passes `checksums`: the
+        XXH3-128 of each chunk.
         """
         ...
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
-        """XXH3-128 of the chunk sealed for `key` at the first offset of the slot, None if there is none. Does not read
-        the chunk, and does not compare the extents."""
+        """XXH3-128 of the chunk sealed for `key` at the first offset of the slot; None if no chunk is sealed there.
+        Does not read the chunk, and does not compare the extents."""
         ...
 
     def is_sealed(self, key: Key, slot: Slot) -> bool:
-        """True if exactly these extents are sealed for `key`, and no slot that overlaps them was sealed or discarded
-        since. Does not read the chunk."""
+        """True if exactly these extents are sealed for `key`, and no overlapping slot was sealed or discarded
+        afterwards. Does not read the chunk."""
         ...
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
-        """Verify that each slot holds the bytes sealed for its key. One result for each chunk; None is success. Reads
+        """Check that each slot holds the bytes sealed for its key. One result for each chunk; None is success. Reads
         the bytes once."""
         ...
 
     def discard(self, slot: Slot) -> None:
-        """Remove the seal of a slot and those of slots that overlap, so `check_all` returns MISSING. Call it before
-        overwriting a slot."""
+        """Remove the seals of a slot and of overlapping slots, so `check_all` returns MISSING. Call it before a slot
+        is overwritten."""
         ...
 
     def close(self) -> None:
-        """Release the memory. Stop the copy engine first, since it holds addresses."""
+        """Release the memory. Stop the copy engine first: it holds addresses of this memory."""
         ...

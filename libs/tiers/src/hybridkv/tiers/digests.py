@@ -22,7 +22,7 @@ alive."""
 
 @cache
 def records_digest(num_threads: int) -> RecordsDigest:
-    """Digest function with this many threads. Callers with the same number share the threads, and take turns."""
+    """Digest function with this many threads. Callers with the same number share the threads, one call at a time."""
     return MemoryCopier(num_threads).digest
 
 

@@ -1,7 +1,7 @@
-"""Exceptions of tiers: mistakes of the caller or the operator. I/O errors of a medium are values instead.
+"""Exceptions of tiers: mistakes of the caller or the operator. I/O errors of a medium are `Failure` values instead.
 
 `is_shortage` separates a shortage of this process (files, memory, threads) from faults of a device or of stored bytes.
-After a shortage nothing was tried, so the medium is not at fault and its chunks are still good.
+In a shortage the operation was not tried, so the stored chunks may still be good.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 from typing import Final
 
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK})
-"""Open files of the process or the machine, memory, threads or requests of the kernel, locks."""
+"""Errors for too few open files (process or machine), memory, threads or kernel requests, locks."""
 _NO_THREAD: Final = ("can't start new thread", os.strerror(errno.EAGAIN))
-"""Messages of Python and of a C++ library if the system gives no thread."""
+"""Messages of Python and of the C++ library if the system cannot start a thread."""
 
 
 class TierError(Exception):
@@ -25,13 +25,13 @@ class TierProtocolError(TierError, RuntimeError):
 
 
 class TierConfigurationError(TierError, ValueError):
-    """A value of the configuration that a tier cannot work with.
+    """Invalid value of a tier's configuration.
 
     Args:
-        field: the parameter.
+        field: name of the parameter.
         expected: description of a valid value.
-        got: the given value.
-        hint: what to try next.
+        got: given value.
+        hint: next step for the operator.
     """
 
     def __init__(self, field: str, expected: str, got: object, hint: str = "") -> None:
@@ -44,7 +44,7 @@ class TierConfigurationError(TierError, ValueError):
 
 
 def is_shortage(error: BaseException) -> bool:
-    """True if the error is a shortage of this process, which may pass."""
+    """True if the error is a shortage of this process. A later retry may succeed."""
     if isinstance(error, OSError):
         return error.errno in SHORTAGES
     if isinstance(error, RuntimeError):

@@ -1,4 +1,4 @@
-"""C++ classes of `hybridkv-native`: checksums of memory, the ledgers of the RAM and disk tiers, the disk's I/O queue.
+"""C++ classes of `hybridkv-native`: checksums of memory, ledgers of the RAM and disk tiers, I/O queue of the disk tier.
 
 Raises:
     ImportError: `hybridkv-native` is missing, or too old.

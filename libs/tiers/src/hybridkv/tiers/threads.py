@@ -1,7 +1,7 @@
-"""Daemon threads, which never keep a process alive: a call may wait forever for a dead file system.
+"""Daemon threads: do not keep a process alive, even if a call waits forever for a dead file system.
 
-`BackgroundThread` is one thread with a queue; its calls run one at a time. `DaemonPool` has several threads.
-`concurrent.futures.ThreadPoolExecutor` joins its threads at interpreter exit, however long that takes.
+`BackgroundThread` is one thread with a queue and runs one call at a time. `DaemonPool` has several threads. Neither
+uses `concurrent.futures.ThreadPoolExecutor`, because the interpreter joins its threads at exit without a time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 MAX_QUEUED = 64
-"""Size of a background thread's queue; more calls are refused."""
+"""Default size of a background thread's queue. More calls are refused."""
 
 
 def _start(name: str, run: Callable[[], None]) -> threading.Thread:
@@ -45,37 +45,37 @@ class Outcome(Generic[Result]):
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the call was done within the timeout."""
+        """Wait for the end of the call. False on a timeout."""
         return self._done.wait(timeout_s)
 
     def run(self, call: Callable[[], Result]) -> None:
-        """Makes the call. Called on the thread."""
+        """Run the call and keep its result. Called on the thread."""
         try:
             self.value = call()
-        except Exception as error:  # any error is kept for the caller
+        except Exception as error:  # kept for the caller
             self.error = error
         self._done.set()
 
 
 class _QueuedCall(NamedTuple):
     due_s: float
-    """0: at once."""
+    """Earliest time of the call; 0: at once."""
     call: Callable[[], None]
 
 
 class BackgroundThread:
-    """One daemon thread that makes calls one at a time, in order. The first call starts it.
+    """One daemon thread that runs calls one at a time, in order. The first call starts the thread.
 
     Args:
         name: name of the thread.
-        max_queued: size of its queue; more calls are refused. 0: no limit.
+        max_queued: size of the queue; more calls are refused. 0: no limit.
     """
 
     def __init__(self, name: str, max_queued: int = MAX_QUEUED) -> None:
         self._name = name
         self._queue: queue.Queue[_QueuedCall | None] = queue.Queue(max_queued)
         self._delayed: list[_QueuedCall] = []
-        """Used by the thread alone."""
+        """Delayed calls that are not due yet. Used by the thread alone."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._end_lock = threading.Lock()
@@ -88,25 +88,24 @@ class BackgroundThread:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue is full."""
         return self._queue.full()
 
     def start(self) -> None:
-        """Starts the thread, unless it is started.
+        """Start the thread, unless it is started already.
 
         Raises:
-            RuntimeError: the system gives no thread.
-            MemoryError: there is no memory for one.
+            RuntimeError: the system cannot start a thread.
+            MemoryError: no memory for a thread.
         """
         if self._thread is None:
             self._thread = _start(self._name, self._run)
 
     def post(self, call: Callable[[], None], delay_s: float = 0.0) -> bool:
-        """Queues a call; its exception is logged. False if the queue is full or the thread is closed.
+        """Queue a call; an exception of the call is logged. False if the queue is full or the thread is closed.
 
         Args:
-            call: the call.
-            delay_s: delay of the call. At the end of the thread it is made at once.
+            call: call to run.
+            delay_s: delay in seconds. At the end of the thread, delayed calls run at once.
 
         Raises:
             RuntimeError, MemoryError: see `start`.
@@ -122,19 +121,20 @@ class BackgroundThread:
         return True
 
     def submit(self, call: Callable[[], Result]) -> Outcome[Result] | None:
-        """Queues a call with a result. None where `post` returns False."""
+        """`post` a call with a result. None if `post` returns False."""
         outcome: Outcome[Result] = Outcome()
         return outcome if self.post(lambda: outcome.run(call)) else None
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until all calls queued before are made. False after the timeout."""
+        """Wait until all earlier queued calls have run, delayed calls excluded. False on a timeout, or if the queue is
+        full or the thread is closed."""
         if self._thread is None:
             return True
         last = self.submit(lambda: None)
         return last is not None and last.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after the queued calls. Does not wait."""
+        """End the thread after the queued calls. Does not wait."""
         self._is_closed = True
         if self._thread is not None:
             # If the queue is full, the thread checks `_is_closed` after each call.
@@ -142,13 +142,15 @@ class BackgroundThread:
                 self._queue.put_nowait(None)
 
     def has_ended(self, timeout_s: float | None) -> bool:
-        """Whether the thread ended within the timeout; None: no timeout. It ends only after `close`."""
+        """Wait until the thread has ended, which needs `close`. False on a timeout; None: no timeout. True if the
+        thread was never started."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
     def at_end(self, last: Callable[[], None]) -> bool:
-        """Makes the call `last` on the thread after all others. False if these are all made; then `last` is not."""
+        """Run `last` on the thread after all other calls. False if all other calls have run already; then `last` does
+        not run."""
         with self._end_lock:
             if not self._has_run:
                 self._last = last
@@ -174,12 +176,12 @@ class BackgroundThread:
                 self._delayed.append(queued)
             else:
                 self._make(queued.call)
-            del queued  # it may hold much memory until the next call
+            del queued  # a call may hold much memory
         for delayed in self._delayed:
             self._make(delayed.call)
 
     def _make_due(self) -> float | None:
-        """Makes delayed calls that are due. Returns the seconds until the next one, None if there is none."""
+        """Run delayed calls that are due. Returns the seconds until the next delayed call, None if there is none."""
         if not self._delayed:
             return None
         now_s = time.monotonic()
@@ -192,7 +194,7 @@ class BackgroundThread:
         return max(min(delayed.due_s for delayed in self._delayed) - time.monotonic(), 0.0)
 
     def _make(self, call: Callable[[], None]) -> None:
-        """Logs the exception of a call, so that the thread continues."""
+        """Run a call. Logs an exception, so that the thread continues."""
         try:
             call()
         except Exception:
@@ -200,15 +202,15 @@ class BackgroundThread:
 
 
 _IDLE_S = 5.0
-"""Seconds after which an idle thread ends, so that an abandoned pool leaves no threads."""
+"""Seconds until an idle thread ends, so that a pool that was not closed leaves no threads."""
 
 
 class DaemonPool(Executor):
-    """Executor with daemon threads, started when needed.
+    """Executor with daemon threads that start when needed.
 
     Args:
-        max_threads: 1 or more.
-        name: of the threads.
+        max_threads: largest number of threads, 1 or more.
+        name: name of the threads.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
@@ -226,7 +228,8 @@ class DaemonPool(Executor):
         """Run a call in a thread.
 
         Raises:
-            RuntimeError: the pool was shut down, or the system gives no first thread.
+            RuntimeError: the pool was shut down, or the system cannot start the first thread.
+            MemoryError: no memory for the first thread.
         """
         future: Future[Result] = Future()
         with self._changed:
@@ -255,7 +258,7 @@ class DaemonPool(Executor):
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            del work, future, call  # they may hold much memory until the next call
+            del work, future, call  # a call may hold much memory
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:
@@ -271,11 +274,11 @@ class DaemonPool(Executor):
             return None
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor`. Queued calls run, unless they are cancelled."""
+        """See `Executor`. Queued calls still run, unless `cancel_futures` is set."""
         self.close(None if wait else 0.0, cancel_futures=cancel_futures)
 
     def close(self, timeout_s: float | None, *, cancel_futures: bool = False) -> bool:
-        """Accept no more calls, and wait for the threads. False on a timeout; None: no timeout."""
+        """Accept no more calls, and wait until all threads have ended. False on a timeout; None: no timeout."""
         with self._changed:
             self._is_closed = True
             while cancel_futures and self._work:

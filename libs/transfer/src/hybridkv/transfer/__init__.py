@@ -1,4 +1,4 @@
-"""Copy engines: they move runs of bytes between registered memory. They do not know groups, blocks or tensors."""
+"""Copy engines: they move runs of bytes between registered memory. They do not handle groups, blocks or tensors."""
 
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.inline import InlineCopyEngine

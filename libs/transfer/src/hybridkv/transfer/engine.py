@@ -9,16 +9,16 @@ from typing import NewType, Protocol, TypeAlias, runtime_checkable
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 JobId = NewType("JobId", int)
-"""The caller's number of one job. It can be used again after the job's result was polled."""
+"""The caller's number of one job. Can be reused after the job's result was polled."""
 
 Hook: TypeAlias = Callable[[], "str | None"]
-"""Callback on a thread of the engine. It returns None to go on, or the reason to fail the job. An exception fails the
-job with its text."""
+"""Callback on a thread of the engine. Returns None to go on, or the reason to fail the job. An exception fails the job
+with the text of the exception."""
 
 
 RunsSource: TypeAlias = "CopyRuns | Callable[[], CopyRuns]"
-"""Runs, or a function that makes them. It is called once, on the copy thread, when the job starts. An exception fails
-the job."""
+"""Runs, or a function that makes them. The function is called once, on the copy thread, when the job starts. If it
+raises, the job fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RecordDigests:
     """Request for the XXH3-128 digest of each record of a job, computed from the bytes while they are copied.
 
     Record i consists of the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs. A
-    function that makes the runs sets `ends` when it is called.
+    function that makes the runs also sets `ends`.
     """
 
     ends: Integers
@@ -54,7 +54,7 @@ class CopyEngine(Protocol):
     """Moves runs of bytes between registered memory. One thread submits, polls and closes.
 
     Until the result of a job was polled, its memory must stay valid, its sources must not change, and its destinations
-    must be neither read nor written, also by other jobs.
+    must not be read or written, also not by other jobs.
     """
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
@@ -97,6 +97,6 @@ class CopyEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the jobs that have begun, fail the queued ones, stop the threads. `poll` still works. Can be called
+        """Finish the jobs that have begun, fail the queued jobs, stop the threads. `poll` still works. Can be called
         again."""
         ...

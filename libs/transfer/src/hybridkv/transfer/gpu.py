@@ -1,4 +1,4 @@
-"""Copy engines for a GPU, which executes enqueued copies later. `streams` and `cuda` enqueue in two ways."""
+"""Copy engines for a GPU, which executes enqueued copies later. `streams` and `cuda` enqueue the copies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 MAX_IN_FLIGHT = 8
-"""Jobs whose copies are enqueued and have not ended. More of them would not be faster, and their `before` would run
-long before their copies."""
+"""Maximum number of jobs with enqueued, unfinished copies. A higher limit would not be faster, and `before` would run
+long before the copies of its job."""
 
 
 class EnqueuedCopies(Protocol):
@@ -30,7 +30,7 @@ class EnqueuedCopies(Protocol):
 
 
 class GpuCopies(Protocol):
-    """A way to enqueue the copies of jobs. One thread at a time enqueues."""
+    """Enqueues the copies of jobs. One thread at a time calls `enqueue`."""
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
         """Prepare for copies in this memory. `CopyEngineError` if the GPU cannot access it."""
@@ -45,7 +45,7 @@ class GpuCopies(Protocol):
         ...
 
     def enqueue(self, runs: CopyRuns, fence: Any) -> EnqueuedCopies:
-        """Enqueue the copies of a job after `fence`. If it raises, no copy of the job still writes."""
+        """Enqueue the copies of a job after `fence`. After an exception, no copy of the job still writes."""
         ...
 
 
@@ -64,7 +64,7 @@ class GpuCopyEngine(JobQueue[Any]):
     """A `CopyEngine` with two threads. Computes no digests.
 
     The copy thread makes the runs of a job, calls `before` and enqueues the copies. The second thread waits for the
-    copies in order and calls `after`. So the hooks of one job run while another is copied.
+    copies in order and calls `after`. So the hooks of one job run while another job is copied.
     """
 
     def __init__(self, copies: GpuCopies, clock: Callable[[], float], max_queued_jobs: int) -> None:
@@ -90,7 +90,7 @@ class GpuCopyEngine(JobQueue[Any]):
                 copies = self._copies.enqueue(runs, prepared)
             if failure is None:
                 num_bytes = runs.total_bytes
-        except BaseException as error:  # the thread must survive, or all later jobs would hang
+        except BaseException as error:  # the thread must go on, or all later jobs would hang
             failure = describe(error)
         self._started.put(_StartedJob(job, started_s, copies, failure, num_bytes))
 
@@ -117,9 +117,9 @@ class GpuCopyEngine(JobQueue[Any]):
             failure, num_bytes = failure or describe(error), 0
         try:
             failure = failure or call_after(started.job)
-        except BaseException as error:  # the thread must survive, as above
+        except BaseException as error:  # the thread must go on, as above
             failure = describe(error)
-        # The time before the previous job ended was a wait.
+        # Until the end of the previous job, this job waited.
         began_s, self._last_end_s = max(started.started_s, self._last_end_s), self._clock()
         return CopyResult(started.job.job_id, failure, num_bytes, self._last_end_s - began_s)
 

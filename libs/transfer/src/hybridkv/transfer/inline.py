@@ -1,4 +1,4 @@
-"""Copy engine that copies in `submit`, on the caller's thread: for synchronous loads and for tests."""
+"""Copy engine that copies in `submit`, on the caller's thread: for synchronous loads and tests."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from hybridkv.transfer.runs import CopyRuns, Integers, MemoryCopier
 
 
 class Copier(Protocol):
-    """Copies each run. Returns 16 bytes per record if `record_ends` is given and it can compute digests."""
+    """Copies each run. Returns a digest of 16 bytes per record if `record_ends` is given, or None if it computes no
+    digests."""
 
     def __call__(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None: ...
 
@@ -36,8 +37,8 @@ class Job:
 def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
     """Copy each run without the GIL. Returns the digest of each record if `record_ends` is given.
 
-    The caller has checked every address. Digests that are computed during the copy take a tenth of the time that
-    reading the bytes again would take.
+    The caller has checked every address. Digests that are computed during the copy take a tenth of the time of a second
+    read of the bytes.
     """
     copier = _copier()
     if record_ends is None:
@@ -67,7 +68,7 @@ def call_after(job: Job) -> str | None:
 
 
 def execute(job: Job, memory: RegisteredRanges, copy: Copier, clock: Callable[[], float]) -> CopyResult:
-    """Run the whole job. The first problem of the runs or of a hook ends it, and is in the result."""
+    """Run the whole job. The first failure of the runs or of a hook ends the job and is in the result."""
     started = clock()
     num_bytes = 0
     runs, failure = prepare(job, memory)

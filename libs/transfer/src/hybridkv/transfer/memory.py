@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
 
 _MOST_PATTERNS = 64
-"""Rows of more different shapes are checked run by run."""
+"""With this number of different row shapes or more, runs are checked one by one."""
 
 _HIGHEST_ADDRESS = (1 << 63) - 1
 
@@ -41,7 +41,7 @@ class AddressRanges:
             return np.zeros(0, dtype=np.bool_)
         low, high = int(addresses.min()), int(addresses.max())
         first, last = (np.searchsorted(self._starts, (low, high), side="right") - 1).tolist()
-        # Usually all addresses lie in one range, or between two.
+        # Usually all addresses lie in one range, or between two ranges.
         if first == last and (first < 0 or low >= self._ends[first] or high < self._ends[first]):
             return np.full(len(addresses), first >= 0 and low < self._ends[first])
         index = np.searchsorted(self._starts, addresses, side="right") - 1
@@ -70,7 +70,7 @@ class RegisteredRanges:
         return RegisteredRanges((*self._regions, (address, num_bytes, name)))
 
     def check(self, runs: CopyRuns) -> str | None:
-        """None if the source and the destination of each run lie in one range each; else the failure."""
+        """None if the source of each run lies in one range, and the destination too; else the failure."""
         if not len(runs):
             return None
         spans = runs.spans
@@ -83,10 +83,10 @@ class RegisteredRanges:
         return None
 
     def _contain_rows(self, table: Integers | None, side: int) -> bool:
-        """True if each run of each row lies in one range. False: it does not, or this was not found.
+        """True if each run of each row lies in one range. False if this is not true, or was not decided.
 
-        Rows of one shape are checked together: each run of the first is looked up, and others may begin as far from it
-        as all their runs stay in the same ranges.
+        Adjacent rows of one shape are checked together. Each run of the first row is looked up. Another row passes if
+        its distance from the first row is so small that all its runs lie in the same ranges.
         """
         if table is None:
             return False

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 REGISTRATION_BYTES: Final = 64 << 30
 """Registrations end at addresses that are multiples of this. CUDA rejects a registration of 512 GiB or more.
 
-CUDA copies within one registration only, but a slot can cross the border of two. So engines that copy with CUDA or ROCm
-cut runs at the same multiples (`CopyRuns.cut_at_multiples`). They need not know the registrations.
+CUDA copies only within one registration, but a slot can cross the border between two. So engines that copy with CUDA or
+ROCm cut runs at the same multiples (`CopyRuns.cut_at_multiples`). They do not need the list of registrations.
 """
 MAX_THREADS: Final = 16
 """Limit of the threads that touch memory."""
@@ -39,10 +39,10 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map page-aligned memory: uint8, zeroed, in huge pages if possible. It is freed with the last view.
+    """Map page-aligned memory: uint8, zeroed, in huge pages if possible. Freed with the last view.
 
-    A forked child does not inherit it. Otherwise the first write of the parent would move the page to other memory, and
-    the device would still use the old page.
+    A forked child does not inherit the memory. Otherwise the first write of the parent would move the page to other
+    memory, and the device would still use the old page.
 
     Raises:
         TransferError: the memory is not available, or exceeds the limit of a control group (the kernel would kill the
@@ -101,7 +101,7 @@ def pin(
         cpus: CPUs of the threads that touch the memory.
 
     Raises:
-        TransferError: it cannot be pinned; then no part of it is pinned.
+        TransferError: the memory cannot be pinned; then no part of it is pinned.
     """
     began_s = time.monotonic()
     commit_pages(memory, cpus)
@@ -115,7 +115,7 @@ def pin(
             except TransferError as error:
                 raise TransferError(f"pinned {first - start} bytes of {memory.nbytes}, then: {error}") from error
             pinned.callback(unregister, first)
-        # The owner of the memory is an argument, so that it lives longer than the registration.
+        # The owner of the memory is an argument, so that the memory is freed after the registration ends.
         weakref.finalize(memory, _unregister, pinned.pop_all(), memory.base)
     seconds = time.monotonic() - began_s
     logger.info("pinned %d bytes of host memory in %d registrations: %.2f s", end - start, len(borders) + 1, seconds)
@@ -178,7 +178,7 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """The tightest limit of this process's control group and its parents. None without a limit.
+    """The limit with the fewest free bytes, of this process's control group and its parents. None without a limit.
 
     Reads both versions of control groups. `root` contains the directories `proc` and `sys`.
     """

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 CLOSED = "the copy engine was closed before the job began"
 
 EXIT_TIMEOUT_S = 30.0
-"""The interpreter's exit waits this long for running jobs. A hook that hangs must not block it forever."""
+"""The interpreter's exit waits this long for running jobs. A hook that never returns must not block the exit."""
 
 Prepared = TypeVar("Prepared")
 """Value that `on_submit` returns for a job."""
 
 
 class JobQueue(ABC, Generic[Prepared]):
-    """Base of copy engines with a thread, which runs the jobs in order. It does not copy; subclasses do.
+    """Base of copy engines with a thread that runs the jobs in order. Does not copy; subclasses do.
 
     `on_submit` is called in `submit`, on the caller's thread; its result is passed with the job to `_run_job`.
     `max_queued_jobs` is the limit of jobs that were submitted and not polled yet; `ValueError` below 1. `clock` returns
@@ -141,12 +141,12 @@ class CpuCopyEngine(JobQueue[Copier]):
     def _run_job(self, job: Job, prepared: Copier) -> None:
         try:
             result = execute(job, self._memory, prepared, self._clock)
-        except BaseException as error:  # the thread must survive, or all later jobs would hang
+        except BaseException as error:  # the thread must go on, or all later jobs would hang
             result = job.failed(describe(error))
         self._finish(result)
 
 
-# Open engines: their threads refer to them until they are closed.
+# Engines that are not closed. An engine stays in this set while its thread runs, because the thread refers to it.
 _running: WeakSet[JobQueue[Any]] = WeakSet()
 
 
@@ -163,5 +163,5 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
-# A forked child has none of these threads, but copies of locks that they may hold.
+# A forked child has none of these threads, but has copies of locks that the threads may hold.
 os.register_at_fork(after_in_child=_running.clear)

@@ -42,7 +42,7 @@ ROW_WORDS = 6
 
 
 class AddressSpans(NamedTuple):
-    """Addresses [begin, end) that contain all sources, and those that contain all destinations."""
+    """Address range [begin, end) of all sources, and address range of all destinations."""
 
     source_begin: int
     source_end: int
@@ -53,11 +53,12 @@ class AddressSpans(NamedTuple):
 class CopyRuns:
     """Runs: `num_bytes[i]` bytes from address `sources[i]` to address `destinations[i]`, for each i in order.
 
-    Immutable. Three int64 arrays of one length. They become read-only and belong to this value. `RunsError` if a size
-    is not positive or an address is negative. A destination must not overlap another destination or any source: the
-    result would depend on the order, which `coalesce` and parallel copies change. This is not checked.
+    Immutable. The three int64 arrays have one length. They become read-only and belong to this object.
+    `RunsError` if a size is not positive or an address is negative. A destination must not overlap another destination
+    or any source: the result would depend on the order, and `coalesce` and parallel copies change the order. This is
+    not checked.
 
-    Runs from a `Lowering` are kept in rows, and become arrays only if these are read.
+    Runs from a `Lowering` are kept as rows. They are expanded to arrays only if a caller reads the arrays.
     """
 
     __slots__ = ("_columns", "_num_runs", "_rows", "_spans", "_total_bytes")
@@ -83,7 +84,7 @@ class CopyRuns:
 
     @classmethod
     def of_rows(cls, rows: Integers, num_runs: int, total_bytes: int, spans: tuple[int, int, int, int]) -> CopyRuns:
-        """From the result of `Lowering.lower`, which is not checked again."""
+        """Runs from the result of `Lowering.lower`. Does not check them again."""
         made = cls.__new__(cls)
         made._columns = None
         made._num_runs = num_runs
@@ -115,12 +116,12 @@ class CopyRuns:
 
     @property
     def spans(self) -> AddressSpans:
-        """As narrow as possible if the runs come from a `Lowering`; their ends may be larger otherwise."""
+        """Spans of all addresses. Exact if the runs come from a `Lowering`; otherwise the ends may be too large."""
         if self._spans is None:
             sources, destinations, num_bytes = self._arrays()
             spans: list[int] = []
             for addresses in (sources, destinations):
-                # Not the highest end: sums of single runs could overflow.
+                # An upper bound of the highest end: `addresses + num_bytes` could overflow.
                 highest = int(addresses.max()) + int(num_bytes.max()) if len(self) else 0
                 spans += [int(addresses.min()) if len(self) else 0, highest]
             self._spans = AddressSpans(*spans)
@@ -132,7 +133,7 @@ class CopyRuns:
         return None if self._rows is None else self._rows.reshape(-1, ROW_WORDS)
 
     def fill(self, sources: Integers, destinations: Integers, num_bytes: Integers) -> None:
-        """Write the runs to arrays of as many elements."""
+        """Write the runs to arrays of length `len(self)`."""
         if self._columns is None and self._rows is not None:
             expand_rows(self._rows, sources, destinations, num_bytes)
             return
@@ -154,7 +155,7 @@ class CopyRuns:
 
     @classmethod
     def of(cls, triples: Iterable[tuple[int, int, int]]) -> CopyRuns:
-        """From (source, destination, num_bytes)."""
+        """Runs from (source, destination, num_bytes)."""
         table = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
 
@@ -213,7 +214,7 @@ class CopyRuns:
             sides.append(self.sources)
         if spans.destination_begin // num_bytes != (spans.destination_end - 1) // num_bytes:
             sides.append(self.destinations)
-        if not sides:  # as usual: no multiple lies between the lowest and the highest address
+        if not sides:  # the usual case: no multiple lies between the lowest and the highest address
             return self
         begins = np.cumsum(self.num_bytes) - self.num_bytes
         cuts: list[int] = []

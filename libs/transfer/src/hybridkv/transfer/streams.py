@@ -4,8 +4,8 @@ This module imports neither CUDA nor torch: the caller passes a `CopyDevice`. A 
 its sources lie in pinned memory. The order of jobs follows vLLM's `v1/kv_offload/cpu/gpu_worker.py`:
 
 - `submit` records a fence: the batch waits for all compute that the submitting thread has enqueued before. So a store
-  reads the output of the forward pass, and a load overwrites blocks only after all earlier reads and writes of them,
-  including the zeroing of new blocks.
+  reads the output of the forward pass, and a load overwrites blocks only after all earlier reads and writes of these
+  blocks, including the zeroing of new blocks.
 - Compute needs no fence after a job: the result of a job is returned only after the event that follows its batch.
 - Batches of one engine run in its own stream, in order of submission.
 """
@@ -74,15 +74,15 @@ class CopyDevice(Protocol):
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
-        """Enqueue all copies in the current stream of the calling thread. Their order is undefined. The arrays are
-        writable, and other numbers are written to them after this returns.
+        """Enqueue all copies in the current stream of the calling thread. Their order is undefined.
 
-        With `is_src_access_order_any` sources can be read at once, also before the work that is already in the stream.
+        The caller writes other numbers to the arrays after this returns. With `is_src_access_order_any`, sources can be
+        read immediately, even before earlier work in the stream.
         """
         ...
 
     def is_pinned(self, address: int) -> bool:
-        """True if this is host memory that is pinned for the device."""
+        """True if the address is in host memory that is pinned for the device."""
         ...
 
 
@@ -94,7 +94,7 @@ class StreamCopies:
         self._stream = device.new_stream()
         self._pinned = AddressRanges()
         self._columns = np.empty((3, 0), dtype=np.int64)
-        """Addresses and sizes of a batch. It is used again, because new memory costs more than to fill it."""
+        """Addresses and sizes of a batch. Reused, because allocating memory takes longer than filling it."""
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
         if self.device.is_pinned(address):
@@ -108,13 +108,14 @@ class StreamCopies:
         return self._record(self.device.current_stream())
 
     def enqueue(self, runs: CopyRuns, fence: DeviceEvent) -> DeviceEvent:
-        """Enqueue a batch after `fence`. Returns the event after the batch. If it raises, no copy of the batch runs."""
+        """Enqueue a batch after `fence`. Returns the event after the batch. After an exception, no copy of the batch
+        runs."""
         runs = runs.cut_at_multiples(REGISTRATION_BYTES)
         try:
             with self.device.stream(self._stream):
                 self._stream.wait_event(fence)
-                # Only stores write slots of the host, and a load starts after their results. So host sources can be
-                # read in any order. Blocks of the device can change until the fence.
+                # Only stores write host slots, and a load starts after the results of these stores. So host sources
+                # can be read in any order. Blocks of the device can change until the fence.
                 for is_any, part in self._by_source(runs):
                     if len(part):
                         self.device.swap_blocks_batch(*self._columns_of(part), is_src_access_order_any=is_any)
@@ -124,7 +125,7 @@ class StreamCopies:
             raise
 
     def _by_source(self, runs: CopyRuns) -> list[tuple[bool, CopyRuns]]:
-        """The runs from pinned memory (True), and the others."""
+        """The runs from pinned memory (True), and the other runs (False)."""
         is_all = self._pinned.contain_all(runs.spans.source_begin, runs.spans.source_end)
         if is_all is not None:
             return [(is_all, runs)]

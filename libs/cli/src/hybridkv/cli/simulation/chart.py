@@ -1,4 +1,4 @@
-"""Chart of simulated hit rates as one SVG: a panel for each trace, hit rates over the size of the store."""
+"""Chart of simulated hit rates, as SVG: one panel for each trace, hit rate over the size of the store."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Curve:
 
     Args:
         name: text of the legend.
-        colour: as in SVG.
-        dashes: as in SVG; "" for a line without gaps.
+        colour: colour in SVG's notation.
+        dashes: dashes in SVG's notation; "" for a line without gaps.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ChartPanel:
         title: name of the trace.
         sizes: sizes of the store, ascending, in any unit.
         labels: text for each size.
-        rates: for each curve the hit rate at each size, as a share of 1.
+        rates: for each curve, the hit rate at each size, from 0 to 1.
     """
 
     title: str
@@ -48,7 +48,7 @@ class ChartPanel:
 
 
 def draw(panels: Sequence[ChartPanel], curves: Mapping[str, Curve]) -> str:
-    """The chart. Sizes are on a logarithmic scale."""
+    """Draws the chart. Sizes are on a logarithmic scale."""
     width = len(panels) * (WIDTH + MARGIN) + MARGIN
     height = HEIGHT + 2 * MARGIN + LINE_HEIGHT * 3
     parts = [_draw(panel, curves, MARGIN + i * (WIDTH + MARGIN)) for i, panel in enumerate(panels)]

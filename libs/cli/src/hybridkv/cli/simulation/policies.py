@@ -1,4 +1,5 @@
-"""Policies that choose prefill stops in a simulation: `PromptEnds` adds none, `PlannerStops` adds the planner's."""
+"""Policies that choose prefill stops in a simulation: `PromptEnds` adds no stops, `PlannerStops` adds the stops of the
+planner."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from hybridkv.planner import (
 from hybridkv.planner.checkpoints import experience
 
 MAX_REMEMBERED = 4096
-"""Limit of remembered states of answers, as in a connector."""
+"""Maximum number of answers' states in the table, as in a connector."""
 
 
 class PromptEnds:
-    """Stores the states that an engine hands over by itself, at the ends of prompts."""
+    """Stores the states that an engine hands over by default, at the ends of prompts."""
 
     def stops(self, moment: Moment) -> Sequence[int]:
         return ()
@@ -45,7 +46,7 @@ class PlannerStops(PromptEnds):
         capacity_chunks: size of the store, in chunks of attention.
         costs: costs of the model.
         max_seen_chunks: limit of the prefixes in the planner's table.
-        has_answers: whether states of answers are stored, if the trace has answers.
+        has_answers: states of answers can be stored, if the trace has answers.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Simulation of one trace with one store: requests one after the other, the RAM tier's index, no engine and no bytes.
+"""Simulation of one trace with one store: requests one after the other, on the RAM tier's index, without bytes.
 
-A request resumes at its deepest state below which all attention is held, computes the rest, and stores all chunks of
-attention and the states of its stops and of its end. A token of attention counts as one byte. What does not fit evicts
-the least recently used; of the path of one request its end first.
+A request resumes at its last state before which all attention is held, computes the rest, and stores all attention
+chunks and the states of its stops and of its end. A token of attention counts as one byte. If the store is full, the
+least recently used content is evicted first, and the path of one request from its end.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hybridkv.tiers.contract import Refusal
 from hybridkv.tiers.ram import RamIndex
 
 GRANULES: Final = 8
-"""Parts of a chunk to which the size of a state is rounded up, if it is not a whole number of chunks."""
+"""If states are not whole chunks, their size is rounded up to a multiple of 1 / GRANULES of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Sizes and prices of a model.
+    """Sizes and costs of a model.
 
     Args:
         state_chunks: size of the states of one boundary, in chunks of attention.
-        step_tokens: price of one more step, in tokens of prefill.
+        step_tokens: cost of one more step, in tokens of prefill.
     """
 
     state_chunks: float = 4
@@ -38,12 +38,12 @@ class Moment:
     """Facts with which the stops of a request are chosen, in chunks.
 
     Args:
-        number: the request's place in the trace.
+        number: index of the request in the trace.
         request: the request.
-        held: deepest boundary below which all attention is held.
-        resumed: deepest of these boundaries that has a state.
+        held: last boundary before which all attention is held.
+        resumed: last boundary up to `held` that has a state.
         end: last boundary of the prompt.
-        stored_tokens: tokens that all requests before have stored.
+        stored_tokens: tokens that all earlier requests have stored.
     """
 
     number: int
@@ -62,17 +62,17 @@ class StopPolicy(Protocol):
         ...
 
     def keeps_end(self, moment: Moment) -> bool:
-        """Whether the state at the prompt's end is stored."""
+        """True if the state at the end of the prompt is stored."""
         ...
 
     def keeps_answer(self, moment: Moment) -> bool:
-        """Whether the newest state of the answer is stored."""
+        """True if the last state of the answer is stored."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Result of one trace with one store. Tokens; `hit_rate` and `extra_share` are shares of 1."""
+    """Result of one trace with one store. All sizes are in tokens; `hit_rate` and `extra_share` are from 0 to 1."""
 
     total_tokens: int
     hit_tokens: int
@@ -86,17 +86,18 @@ class SimulationResult:
 
     @property
     def extra_share(self) -> float:
-        """Price of all stops, as a share of the computed tokens."""
+        """Cost of all stops, as a share of the computed tokens."""
         return self.extra_tokens / (self.total_tokens - self.hit_tokens)
 
     @property
     def stored_per_saved_token(self) -> float:
-        """In tokens of attention."""
+        """Stored tokens for each restored token."""
         return self.stored_tokens / max(1, self.hit_tokens)
 
 
 def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: StopPolicy | None) -> SimulationResult:
-    """Simulates a trace with a store of `capacity_chunks` attention chunks. No policy: a model without states."""
+    """Simulates a trace with a store of `capacity_chunks` attention chunks. Without a policy, the model has no
+    states."""
     chunk = trace.chunk_tokens
     state_bytes = max(1, round(chunk * costs.state_chunks))
     granule = chunk if float(costs.state_chunks).is_integer() else max(1, chunk // GRANULES)
@@ -136,7 +137,7 @@ def _deepest_state(index: RamIndex, states: Sequence[bytes], held: int) -> int:
 
 
 def _path(attention: Sequence[bytes], states: Sequence[bytes], with_state: set[int]) -> list[bytes]:
-    """Keys of a path, from its beginning, each state after the chunk at its boundary."""
+    """Keys of a path, in order. Each state comes after the chunk that ends at its boundary."""
     path = []
     for place, key in enumerate(attention, 1):
         path.append(key)
@@ -146,7 +147,7 @@ def _path(attention: Sequence[bytes], states: Sequence[bytes], with_state: set[i
 
 
 def _store(index: RamIndex, key: bytes, num_bytes: int) -> int:
-    """Stores a key. Returns its bytes; 0 if it is held already or does not fit."""
+    """Stores a key. Returns `num_bytes`; 0 if the key is held already or does not fit."""
     if index.lookup(key) is not LookupResult.MISS or isinstance(index.reserve(key, num_bytes), Refusal):
         return 0
     index.commit(key)
@@ -154,7 +155,7 @@ def _store(index: RamIndex, key: bytes, num_bytes: int) -> int:
 
 
 def unique_chunks(trace: Trace, costs: CostModel) -> int:
-    """Chunks that a store without a limit would hold after a trace: attention, and a state at each prompt's end."""
+    """Size, in chunks, of an unlimited store after the trace: all attention, and a state at the end of each prompt."""
     ends = {
         request.chunks[(request.num_tokens - 1) // trace.chunk_tokens - 1]
         for request in trace.requests

@@ -1,4 +1,4 @@
-"""Traces of requests: each prompt as a path of numbers, one for each prefix that ends with a chunk."""
+"""Traces of requests. A prompt is a list of numbers, one for each prefix that ends with a chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOONCAKE_TOKENS: Final = 512
 """Tokens of one of Mooncake's hash ids."""
 AGENT_TOKENS: Final = 128
 CHARACTERS_PER_TOKEN: Final = 4
-"""Characters that count as a token where a trace has text and no token ids."""
+"""Number of characters that count as one token, in traces with text instead of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class TraceRequest:
     """A prompt.
 
     Args:
-        num_tokens: its length; positive.
-        chunks: for each whole chunk a number that identifies the prompt up to the chunk's end.
-        answered: the same for prompt and answer together; empty where answers are not modelled.
+        num_tokens: length of the prompt; positive.
+        chunks: for each whole chunk, a number that identifies the prompt up to the end of the chunk.
+        answered: the same for prompt and answer together; empty if answers are not modelled.
     """
 
     num_tokens: int
@@ -43,8 +43,8 @@ class Trace:
 
 
 def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[Hashable]]]) -> Trace:
-    """A trace from pairs of a prompt's length and the content of its whole chunks. Equal content after equal prefixes
-    gets the same number."""
+    """Makes a trace. `prompts` has, for each prompt, its length in tokens and the content of its whole chunks. Equal
+    content after equal prefixes gets the same number."""
     numbers: dict[tuple[int, Hashable], int] = {}
     requests = []
     for num_tokens, contents in prompts:
@@ -57,7 +57,7 @@ def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[
 
 
 def in_chunks(trace: Trace, chunk_tokens: int) -> Trace:
-    """The trace in larger chunks: of the least multiple of its chunk that has at least `chunk_tokens` tokens."""
+    """The trace in larger chunks: the smallest multiple of its chunk with at least `chunk_tokens` tokens."""
     factor = -(-chunk_tokens // trace.chunk_tokens)
     if factor <= 1:
         return trace
@@ -69,12 +69,12 @@ def in_chunks(trace: Trace, chunk_tokens: int) -> Trace:
 
 
 def read_mooncake(path: Path, name: str) -> Trace:
-    """A trace of Mooncake (FAST25): lines with `timestamp`, `input_length` and `hash_ids` of 512 tokens each."""
+    """Reads a trace of Mooncake (FAST25): lines with `timestamp`, `input_length` and `hash_ids` of 512 tokens each."""
     return _from_hashes(name, _lines([path]))
 
 
 def read_agents(folder: Path, name: str) -> Trace:
-    """LMCache's agent traces: files of lines with `timestamp` and `input`, all sessions in one order of time.
+    """Reads LMCache's agent traces: files of lines with `timestamp` and `input`. Sorts all sessions together by time.
 
     Lines without a prompt are left out.
     """
@@ -82,7 +82,7 @@ def read_agents(folder: Path, name: str) -> Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace of either format: a file, or a folder with files that belong together.
+    """Reads a trace of either format: a file, or all *.jsonl files of a folder.
 
     Raises:
         OSError: a file cannot be read.
@@ -102,10 +102,10 @@ def _refused(place: str, got: str) -> ReportError:
 
 
 def _lines(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """All lines, in order of time.
+    """All lines of the files, in order of time.
 
     Raises:
-        ReportError: a line is neither of the two formats.
+        ReportError: a line has neither of the two formats.
     """
     lines = []
     for file in files:
@@ -126,7 +126,7 @@ def _lines(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _misfit(line: Any) -> str | None:
-    """Difference of a line from both formats."""
+    """Reason why a line has neither of the two formats; None if it has one."""
     if not isinstance(line, dict):
         return f"a {type(line).__name__}"
     if not isinstance(line.get("timestamp"), int | float):

@@ -28,7 +28,7 @@ def _register(connector: str, module: str) -> None:
     if connector not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(connector, module, connector)
         return
-    # vLLM keeps a function that imports the class. A call of it would import the whole connector in every process.
+    # vLLM's registry has a function that imports the class. A call would import the whole connector in every process.
     loader = KVConnectorFactory._registry[connector]
     found = next((cell.cell_contents for cell in loader.__closure__ or () if "." in str(cell.cell_contents)), "unknown")
     if found != module:

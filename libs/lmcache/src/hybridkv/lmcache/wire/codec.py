@@ -32,20 +32,20 @@ _encode = msgspec.msgpack.encode
 
 
 class MalformedError(ValueError):
-    """Invalid answer to a call. Callers of a channel get it as a value, never as an exception."""
+    """Invalid answer to a call. A channel returns this error as a value, and never raises it to callers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key of a token range. A server derives its object names from it.
+    """Key of a token range. A server derives object names from the key.
 
     Args:
         model: cache name, shared by all clients with equal pages; without "@" and "/".
-        world_size: ranks that each hold a part.
-        rank: rank of the part; None for all ranks, allowed only in lookups.
-        tokens: words of 32 bits, big-endian: always the whole prefix.
-        start_token: a multiple of the server's chunk.
-        end_token: a multiple of the server's chunk.
+        world_size: number of ranks; each rank holds a part.
+        rank: rank of the part; None for all ranks, allowed only to look up and to free locks.
+        tokens: words of 32 bits, big-endian, from the start of the prefix to `end_token` at least.
+        start_token: first token; a multiple of the server's chunk size.
+        end_token: token after the last; a multiple of the server's chunk size.
         session: id of the request and of its locks.
     """
 
@@ -71,14 +71,14 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class WireGroup:
-    """One group of a registration. Its position among the groups is the position of its block ids.
+    """One group of a registration. Calls list block ids in the order of the registered groups.
 
     Args:
         engine_group: groups with the same number share block ids.
-        place: location of its pages.
+        place: location of the group's pages.
         tokens_per_block: tokens per page.
-        window_tokens: None if every token is needed.
-        is_recurrent: a page is a state, and only the last one is needed.
+        window_tokens: tokens that a resume needs; None if it needs every token.
+        is_recurrent: True if a page is a state; then a resume needs only the last page.
     """
 
     engine_group: int
@@ -99,11 +99,11 @@ class Registration:
 
 
 class MoveAnswer(NamedTuple):
-    """The answer to a store or a retrieve."""
+    """Answer to a store or a retrieve."""
 
     is_done: bool
     is_registered: bool
-    """False if the server returned an empty handle: it does not know the instance."""
+    """False if the server returned an empty handle: the instance is not registered there."""
 
 
 class RpcCall(NamedTuple, Generic[T]):
@@ -119,9 +119,9 @@ class Codec:
     """Calls of one version. Subclasses define the differences.
 
     Attributes:
-        version: as the server's `/lmc_version` says it.
-        counts_free_ranges: `free_lookup_locks` takes further ranges.
-        negotiates: the chunk is settled by a call, not by the server's configuration alone.
+        version: version text of the server's `/lmc_version`.
+        counts_free_ranges: True if `free_lookup_locks` has a payload for further ranges.
+        negotiates: True if a call settles the chunk size; else the server's configuration sets it.
     """
 
     version = ""
@@ -138,15 +138,15 @@ class Codec:
         return _call("noop", 24, (), str)
 
     def probe(self) -> RpcCall[None]:
-        """A call without effect. Only a server of this version answers it, because it depends on the key format."""
+        """Call without effect. Only a server of this version answers, because the call depends on the key format."""
         return self.free_locks(Key("hybridkv-probe", 1, None, b"", 0, 0, "hybridkv-probe"))
 
     def chunk_tokens(self, alignment_tokens: int) -> RpcCall[int]:
-        """The server's chunk size. A negotiating server settles it now, or does not answer if it cannot."""
+        """The server's chunk size. A server that negotiates settles the size now, or does not answer if it cannot."""
         raise NotImplementedError
 
     def settled_chunk_tokens(self) -> RpcCall[int]:
-        """The server's current chunk size. A negotiating server keeps it from then on."""
+        """The server's current chunk size. A server that negotiates keeps this size afterwards."""
         return _call("get_chunk_size", 21, (), int)
 
     def register(self, registration: Registration) -> RpcCall[None]:
@@ -181,7 +181,7 @@ class Codec:
         return _call("lookup", 8, (self._key(key), key.world_size), None)
 
     def found_chunks(self, session: str) -> RpcCall[int | None]:
-        """Result of a lookup; None while it runs. Poll until it returns a number, then stop."""
+        """Result of a lookup; None while the lookup runs. Poll until the answer is a number, then stop."""
         return _call("query_prefetch_status", 9, (session,), int | None)
 
     def free_locks(self, key: Key) -> RpcCall[None]:
@@ -209,7 +209,7 @@ class Codec:
 
 
 def read_answer(call: RpcCall[T], frames: Sequence[bytes]) -> T:
-    """Value of an answer. `frames` excludes the call id.
+    """Decodes the value of an answer. `frames` excludes the call id.
 
     Raises:
         MalformedError: not a valid answer to this call.
@@ -240,7 +240,7 @@ def _call(name: str, number: int | None, payloads: Sequence[Any], expected: Any)
 
 
 def named_call(name: str, payloads: Sequence[Any], expected: Any) -> RpcCall[Any]:
-    """Call that is identified by name instead of number, as newer calls are."""
+    """Call with a name instead of a number, as in newer versions."""
     return _call(name, None, payloads, expected)
 
 
@@ -308,11 +308,11 @@ CODECS: dict[str, Codec] = {codec.version: codec for codec in (CODEC_0_5_6, CODE
 
 
 def codec_of(version: str) -> Codec:
-    """The codec of a server's version.
+    """Codec of a server's version.
 
     Raises:
-        LMCacheConfigurationError: unknown version. The wire has no version and a server does not answer calls that it
-            cannot decode, so with a nearly correct codec calls would time out.
+        LMCacheConfigurationError: the version is unknown. No other codec is tried: a server does not answer calls that
+            it cannot decode, so calls of a nearly correct codec would time out.
     """
     codec = CODECS.get(version)
     if codec is None:

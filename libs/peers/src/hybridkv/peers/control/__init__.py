@@ -1,4 +1,4 @@
-"""Control connections between engines, over ZeroMQ with CURVE. One thread per process; it never waits for a peer.
+"""Control connections between engines, over ZeroMQ with CURVE. One thread per process, which never waits for a peer.
 
     curve.py      CURVE keys derived from the secret, and the ZAP handler
     sockets.py    ZeroMQ sockets with their limits, and one connection

@@ -1,7 +1,7 @@
 """CURVE keys derived from the shared secret, and the ZAP handler that admits the one client key.
 
 Both key pairs are derived, so all processes with the same secret have the same keys, and no key is distributed. A
-client without the secret does not know the server's public key and fails at the first CURVE command. Messages are
+client without the secret does not have the server's public key and fails at the first CURVE command. Messages are
 encrypted with keys of their connection. Without a secret the keys are derived from the empty secret and protect
 nothing.
 """
@@ -29,7 +29,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
     client_public: bytes
     client_secret: bytes
     has_secret: bool
-    """False: the keys are derived from the empty secret and are public."""
+    """False if the keys are derived from the empty secret; such keys are public."""
 
     @classmethod
     def of(cls, secret: Secret) -> CurveKeys:
@@ -40,7 +40,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
         return "CurveKeys(...)"
 
     def as_server(self, sock: zmq.Socket[bytes]) -> None:
-        """Configures a listening socket to admit only clients that `ZapHandler` admits. Without one, it admits none."""
+        """Configures a listening socket. It admits only clients that `ZapHandler` admits; without a handler, none."""
         sock.curve_server = True
         sock.curve_secretkey = self.server_secret
         sock.zap_domain = ZAP_DOMAIN

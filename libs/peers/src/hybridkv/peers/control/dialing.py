@@ -1,8 +1,8 @@
 """Outgoing connections: from a host name to a socket that is connecting.
 
 Name resolution does not block: numeric addresses need no thread; names use a few threads. When there are too many
-connections, a new one replaces the oldest one that is not open, so an address that does not answer does not block
-connections to other addresses.
+connections, a new connection replaces the oldest connection that is not open. So an address that does not answer does
+not block connections to other addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Resolver:
         self._places = threading.BoundedSemaphore(MAX_NAMES)
 
     def parse_numeric(self, host: str, port: int) -> Address | None:
-        """The address if `host` is numeric, else None. Catches the `ValueError` for a text that is not a host name."""
+        """The address if `host` is numeric, else None. None also for a text that cannot be a host name."""
         try:
             return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
         except (OSError, ValueError):
@@ -88,10 +88,10 @@ class Dialer:
     """Outgoing connections of one loop. Only for the loop's thread.
 
     Args:
-        settings: settings of the loop. Without a secret, only loopback addresses are connected to.
+        settings: settings of the loop. Without a secret, the dialer connects to loopback addresses only.
         outgoing: returns the outgoing connections of the loop, oldest first.
         on_connecting: called with each new connection.
-        make_room: closes a connection to make room for a newer one.
+        make_room: closes a connection to make room for a newer connection.
         end: called with the reason when no connection is made.
         post: runs a call on the loop's thread.
     """

@@ -1,4 +1,4 @@
-"""Callbacks of a control loop. They run on the loop's thread, must not block, and may call `send`."""
+"""Callbacks of a control loop. Callbacks run on the loop's thread, must not block, and may call `send`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Handlers:
     """Callbacks of one listener or outgoing connection. An exception ends only its connection, with HANDLER."""
 
     opened: Callable[[LinkId, str], None]
-    """Both sides have proven the secret. The string is the peer's name."""
+    """Called when both sides have proven the secret. The string is the peer's name."""
     received: Callable[[LinkId, Message], None]
-    """One message, in the order of sending."""
+    """Called with each message, in the order of sending."""
     closed: Callable[[LinkId, CloseReason], None]
-    """Last call for a link: one returned by `connect`, or one that was opened. Strangers are only counted."""
+    """Last call for a link that `connect` returned or that was opened. Strangers are only counted."""
 
 
 @dataclass(frozen=True, slots=True)

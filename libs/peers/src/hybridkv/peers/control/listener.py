@@ -1,6 +1,6 @@
 """Listener for control connections, with a limit on strangers: connections that have not sent Hello.
 
-A stranger above `max_handshakes` closes another stranger's connection (`stranger_to_close`). ZeroMQ has no call that
+If there are more than `max_handshakes` strangers, one of them is closed (`stranger_to_close`). ZeroMQ has no call that
 closes one connection, so this module shuts down the TCP socket by the file descriptor that ZeroMQ reports.
 """
 
@@ -34,14 +34,14 @@ UNBIND_S = 1.0
 
 
 class Listener:
-    """One listener. Any thread may construct it; all methods are for the loop's thread.
+    """One listener. Any thread may construct the listener; all methods are for the loop's thread.
 
     Args:
         settings: settings of the loop.
         address: numeric host and port. Raises `OSError` if it cannot be bound.
         handlers: callbacks of the accepted connections.
         count: called with the reason when a stranger disconnects.
-        on_ended: called with each connection that ended. Its last messages may still be in the receive queue.
+        on_ended: called with each connection that ended. The receive queue may still have its last messages.
     """
 
     def __init__(
@@ -117,26 +117,26 @@ class Listener:
         self.connections[connection.route] = connection
         address = self._strangers.pop(connection.fd, None)
         if address is None:
-            self._on_ended(connection)  # it ended before its first message was read
+            self._on_ended(connection)  # the connection ended before its first message was read
         else:
             connection.address, self._by_fd[connection.fd] = address, connection
 
     def remove(self, connection: ControlConnection, bye_sent: bool) -> None:
-        """Removes a connection and shuts it down.
+        """Removes a connection and ends its TCP connection.
 
-        If `bye_sent`, the peer closes it itself, and it counts as a stranger until then.
+        If `bye_sent`, the peer closes the connection, which counts as a stranger until then.
         """
         assert connection.route is not None
         del self.connections[connection.route]
         if self._by_fd.pop(connection.fd, None) is None:
-            return  # it has ended already
+            return  # the connection has ended already
         if bye_sent:
             self._strangers[connection.fd] = connection.address
         else:
             self._hang_up(connection.fd, connection.address)
 
     def _hang_up(self, fd: int, peer: Address) -> None:
-        """Shuts down the TCP connection with `peer`, if the descriptor still belongs to it."""
+        """Shuts down the TCP connection with `peer`, if the descriptor still belongs to this connection."""
         sock = _connection(fd)
         if sock is not None:
             with sock, contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def _peer_of(fd: int) -> Address:
 
 
 def _connection(fd: int) -> socket.socket | None:
-    """Duplicate of a TCP descriptor, because the original may be reused at any moment. None if it is not TCP."""
+    """Duplicate of a TCP descriptor, because the original may be reused at any moment. None for another descriptor."""
     with contextlib.suppress(OSError):
         number = os.dup(fd)
         try:
@@ -170,9 +170,10 @@ def _connection(fd: int) -> socket.socket | None:
 
 
 def stranger_to_close(hosts: Sequence[str]) -> int:
-    """Index of the oldest stranger of the host with the most strangers, so a flood from one host displaces itself.
+    """Index of the oldest stranger of the host with the most strangers.
 
-    An honest peer is a stranger for milliseconds.
+    So a flood from one host closes no stranger of another host. A peer with the secret is a stranger for a few
+    milliseconds only.
 
     Args:
         hosts: hosts of the strangers, oldest first; at least one.

@@ -1,7 +1,7 @@
 """Thread of all control connections of a process, accepted and outgoing.
 
-Sockets do not block, every wait has a timeout, and `WireLimits` bounds the memory that a peer can use here. Calls from
-other threads go through a queue. No event of a connection ends the thread.
+Sockets do not block, every wait for a peer has a timeout, and `WireLimits` bounds the memory that a peer can use here.
+Calls from other threads go through a queue. No event of a connection ends the thread.
 
 Each side proves that it has the secret before the other side reads its first message. The first message is `Hello`.
 """
@@ -65,7 +65,7 @@ _RECEIVED_REASONS = {reason.value: reason for reason in _SENT_REASONS - {CloseRe
 class ControlLoop:
     """Control connections of one process, on one thread.
 
-    `name` identifies this process; use a new one for each process. `secret` may be `NO_SECRET`: then the loop listens
+    `name` identifies this process; use a new name for each process. `secret` may be `NO_SECRET`: then the loop listens
     and connects on loopback addresses only.
     """
 
@@ -81,7 +81,7 @@ class ControlLoop:
         self._codec = MessageCodec(limits)
         self._hello = self._codec.encode(Hello(PROTOCOL_VERSION, name))
         self._context = zmq.Context()
-        # Each outgoing connection uses one socket, and two for its events.
+        # Each outgoing connection uses one socket, and two sockets for its events.
         self._context.set(zmq.MAX_SOCKETS, 3 * limits.max_connections + 64)
         self._settings = ControlSettings(self._context, CurveKeys.of(secret), limits, clock)
         self._zap_handler = ZapHandler(self._context, self._settings.keys)
@@ -156,7 +156,7 @@ class ControlLoop:
     def close(self, timeout_s: float) -> bool:
         """Sends queued messages for at most `timeout_s`, then closes everything. Repeatable.
 
-        Returns False if the thread is still in a handler. Raises `PeersProtocolError` if a handler calls it.
+        Returns False if the thread is still in a handler. Raises `PeersProtocolError` if a handler calls `close`.
         """
         if threading.current_thread() is self._thread:
             raise PeersProtocolError("close: called by a handler")
@@ -186,7 +186,7 @@ class ControlLoop:
             if (call := self._calls.get(source)) is not None:
                 self._safely(call)
         for connection in disconnected:
-            # Its last messages are received before it is closed.
+            # Receive the last messages of the connection before it is closed.
             if connection.socket in found:
                 self._disconnected.append(connection)
             else:
@@ -221,7 +221,7 @@ class ControlLoop:
         for listener in self._listeners:
             listener.close()
         self._commands.close()
-        # Queued messages are sent until then.
+        # Queued messages are sent until `until_s`.
         self._context.destroy(linger=max(0, int((until_s - self._clock()) * 1000)))
 
     # New connections.
@@ -248,7 +248,7 @@ class ControlLoop:
         self._connections[connection.link] = connection
         self._call_when_readable(connection.monitor, functools.partial(self._process_events_of, connection))
         self._call_when_readable(connection.socket, functools.partial(self._receive_outgoing, connection))
-        # If this fails, the connection has ended already, and its monitor reports the reason.
+        # If the send fails, the connection has ended already, and its monitor reports the reason.
         connection.send(self._hello)
 
     def _process_events_of(self, connection: ControlConnection) -> None:
@@ -365,14 +365,14 @@ class ControlLoop:
             self._send(connection, body)
 
     def _send(self, connection: ControlConnection, body: bytes) -> bool:
-        """Sends one message. If that fails, closes the connection and returns False."""
+        """Sends one message. If the send fails, closes the connection and returns False."""
         reason = connection.send(body)
         if reason is not None:
             self._close(connection, reason)
         return reason is None
 
     def _send_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
-        """Sends Bye if the socket accepts it."""
+        """Sends Bye if the socket can send without blocking."""
         bye = self._codec.encode(Bye(reason.value))
         with contextlib.suppress(zmq.ZMQError):
             sock.send_multipart([bye] if route is None else [route, bye], zmq.DONTWAIT)
@@ -394,7 +394,7 @@ class ControlLoop:
             self._dialer.cancel(link, reason)
 
     def _close(self, connection: ControlConnection, reason: CloseReason, detail: str = "") -> None:
-        """Closes a connection. Does nothing if it is closed."""
+        """Closes a connection. Does nothing for a closed connection."""
         if connection.link not in self._connections:
             return
         logger.debug("control connection closed: %s %s", reason, detail)

@@ -26,22 +26,23 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Address: TypeAlias = tuple[str, int]
 
 RECEIVED_AT_A_TIME = 16
-"""Receive queue of one connection, in messages. When it is full, the sender waits."""
+"""Size of the receive queue of one connection, in messages. When the queue is full, the sender waits."""
 MAX_EVENTS = 1001
-"""Queue of connection events: libzmq's own limit plus one. When it is full, libzmq accepts no connection."""
+"""Size of the queue of connection events: libzmq's own limit plus one. When the queue is full, libzmq accepts no
+connection."""
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _monitors = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """Shared settings of all connections of a loop."""
+    """Settings that all connections of a loop share."""
 
     context: Context
     keys: CurveKeys
     limits: WireLimits
     clock: Callable[[], float]
-    """Seconds."""
+    """Returns seconds."""
 
     def socket(self, kind: int, is_ipv6: bool) -> Socket:
         limits = self.limits
@@ -58,7 +59,7 @@ class ControlSettings:
 
 @dataclass(slots=True, eq=False)
 class ControlConnection:
-    """One connection. Accepted ones share a socket and have a `route`; outgoing ones have their own socket."""
+    """One connection. Accepted connections share a socket and have a `route`; an outgoing one has its own socket."""
 
     link: LinkId
     handlers: Handlers
@@ -74,7 +75,7 @@ class ControlConnection:
     is_open: bool = False
 
     def send(self, body: bytes) -> CloseReason | None:
-        """Sends one message without blocking. None, or the reason why it cannot be sent."""
+        """Sends one message without blocking. Returns None, or the reason why the message cannot be sent."""
         try:
             self.socket.send_multipart([body] if self.route is None else [self.route, body], zmq.DONTWAIT)
         except zmq.Again:
@@ -91,7 +92,7 @@ def endpoint(address: tuple[Any, ...]) -> str:
 
 
 def start_monitor(context: Context, sock: Socket, events: int) -> Socket:
-    """Monitor socket that reports connection events of `sock`."""
+    """Starts to monitor `sock`. Returns the socket that receives its connection events."""
     address = f"inproc://monitor-{next(_monitors)}"
     sock.monitor(address, events)
     monitor = context.socket(zmq.PAIR)
@@ -102,13 +103,13 @@ def start_monitor(context: Context, sock: Socket, events: int) -> Socket:
 
 
 def stop_monitor(sock: Socket, monitor: Socket) -> None:
-    """Closes the monitor. Call it before `sock` is closed: libzmq waits for the reader of its events."""
+    """Closes the monitor. Call this function before `sock` is closed: libzmq waits for the reader of its events."""
     sock.disable_monitor()
     monitor.close()
 
 
 def events_of(monitor: Socket) -> list[tuple[int, int]]:
-    """All pending events, as (event, value)."""
+    """Pending events, at most `MAX_EVENTS`, as (event, value)."""
     events: list[tuple[int, int]] = []
     while len(events) < MAX_EVENTS:
         try:
@@ -130,9 +131,9 @@ def close_reason_of(event: int, value: int, hung_up: CloseReason) -> CloseReason
 
 
 class Commands:
-    """Command queue of a thread that polls sockets, with a socket that wakes it.
+    """Command queue of a thread that polls sockets, with a socket that wakes this thread.
 
-    Any thread may call `post`; the rest is for the thread that polls `woken`.
+    Any thread may call `post`. Only the thread that polls `woken` calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -147,12 +148,12 @@ class Commands:
     def post(self, command: Callable[[], None]) -> None:
         """Queues a command. Commands run in order."""
         self._queue.append(command)
-        # If the socket is full, the thread is already woken. If it is closed, the thread has ended.
+        # If the socket is full, the thread is already woken. If the socket is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     def drain(self) -> None:
-        """Empties `woken`. Call it when `woken` is readable."""
+        """Empties `woken`. Called when `woken` is readable."""
         with contextlib.suppress(OSError):
             self.woken.recv(4096)
 
@@ -161,7 +162,7 @@ class Commands:
         for _ in range(len(self._queue)):
             try:
                 self._queue.popleft()()
-            except Exception:  # the operation of the command has a deadline
+            except Exception:  # the operation that posted the command has its own deadline
                 logger.exception("a command on the thread of control connections failed")
 
     def close(self) -> None:

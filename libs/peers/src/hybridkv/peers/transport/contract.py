@@ -1,4 +1,4 @@
-"""Transport contract: one side registers memory, the other reads it. CONTRACT.md names the tests.
+"""Transport contract: one side registers memory, the other side reads this memory. CONTRACT.md names the tests.
 
 A transport handles regions and bytes, not groups or leases. `hybridkv.peers.leases` checks that the blocks were still
 valid, by reading the lease slot after the data.
@@ -22,7 +22,7 @@ TransferId = NewType("TransferId", int)
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Host memory of this process. Its number is the count of regions registered before it."""
+    """Host memory of this process. The number of a region is the count of regions registered before."""
 
     address: int
     num_bytes: int
@@ -32,7 +32,7 @@ class TransferFailureReason(enum.StrEnum):
     """Reason of a failed read, for counter labels."""
 
     GONE = "gone"
-    """The peer, or the connection to it, is lost."""
+    """The peer or its connection is lost."""
     REFUSED = "refused"
     """A range is outside the registered memory of either side, or the capability is invalid."""
     TIMEOUT = "timeout"
@@ -56,11 +56,11 @@ class TransferDone(msgspec.Struct, frozen=True, tag=True):
     num_descriptors: int
     """Descriptors posted, after adjacent ranges were merged."""
     seconds: float
-    """Time from `read` until the transport saw the last byte."""
+    """Time from `read` until the transport noticed the last byte."""
 
 
 class TransferFailed(msgspec.Struct, frozen=True, tag=True):
-    """The content of the local ranges is undefined. They may still be written until `release` returns True."""
+    """The read failed. Its local ranges have undefined content, and may be written until `release` returns True."""
 
     reason: TransferFailureReason
     detail: str = ""
@@ -79,11 +79,11 @@ class Transport(Protocol):
     network or the system are returned as values. Caller errors raise `PeersProtocolError`: an unknown number, an
     invalid memory range, a call after `close` other than `poll`, `cancel`, `release` and `close`.
 
-    Local ranges of one read must not overlap. They belong to the transport until `release` returns True.
+    Local ranges of one read must not overlap. These ranges belong to the transport until `release` returns True.
     """
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Registers memory that peers may read and that reads may write. It must stay mapped until `deregister`.
+        """Registers memory that peers may read and reads may write. The memory must stay mapped until `deregister`.
 
         Returns the capability to read all memory registered so far. Give it only to peers that proved the secret. A
         peer that attached an earlier capability cannot read regions registered later.
@@ -91,14 +91,14 @@ class Transport(Protocol):
         ...
 
     def deregister(self, regions: Sequence[int]) -> None:
-        """Removes regions. If the transport sees every read, no later read touches them.
+        """Removes regions. If the transport controls the reads of peers, no later read touches the regions.
 
-        No read may be writing to them. The numbers of the other regions do not change.
+        The caller must not remove a region that a read still writes. The numbers of the other regions do not change.
         """
         ...
 
     def attach(self, capability: bytes) -> RemoteId | TransferFailed:
-        """Attaches the memory of another process without waiting for it. An invalid capability is REFUSED."""
+        """Attaches the memory of another process. Does not wait for that process. An invalid capability is REFUSED."""
         ...
 
     def detach(self, remote: RemoteId) -> None:
@@ -106,7 +106,7 @@ class Transport(Protocol):
         ...
 
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
-        """Starts a read. `poll` returns its state, also if it could not start. A read without ranges is done at once.
+        """Starts a read. If a read cannot start, `poll` returns the failure. A read without ranges is done at once.
 
         A range outside the registered memory of this side fails the read before a byte moves.
         """
@@ -117,13 +117,13 @@ class Transport(Protocol):
         ...
 
     def cancel(self, transfer: TransferId) -> None:
-        """Stops a read as soon as possible; `poll` shows when. No effect on a finished read. Does not wait."""
+        """Cancels a read. `release` returns True once the read has ended. Ignores a finished read. Does not wait."""
         ...
 
     def release(self, transfer: TransferId) -> bool:
-        """Releases a read. True: it writes no local memory any more. Repeatable; True for a released read.
+        """Releases a read. Returns True if the read no longer writes local memory. Repeatable. Does not wait.
 
-        False: it is still in flight; this call cancels it, and the caller calls again later. Does not wait.
+        Returns False if the read is still in flight: this call cancels the read, and the caller must call again later.
         """
         ...
 
@@ -132,9 +132,9 @@ class Transport(Protocol):
         ...
 
     def progress(self) -> None:
-        """Makes progress. A transport without its own thread needs this on both sides. Does not wait."""
+        """Makes progress. A transport without its own thread needs this call on both sides. Does not wait."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Ends every read and stops serving peers. Repeatable. False: memory may still be written or read."""
+        """Ends every read and stops serving peers. Repeatable. Returns False if memory may still be written or read."""
         ...

@@ -14,7 +14,7 @@ MAX_REGIONS = 65536
 
 
 class RegisteredMemory:
-    """Immutable table of regions: a thread may check ranges while another replaces it. Numbers are not reused."""
+    """Immutable table of regions: one thread may check ranges while another replaces it. Numbers are not reused."""
 
     __slots__ = ("addresses", "num_bytes", "regions")
 
@@ -42,7 +42,7 @@ class RegisteredMemory:
         return RegisteredMemory(tuple(None if at in gone else each for at, each in enumerate(self.regions)))
 
     def why_not(self, side: str, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> str | None:
-        """None if each range lies in one region, else a text about the first that does not. Safe for any numbers."""
+        """None if each range lies in one region, else a text about the first invalid range. Safe for any numbers."""
         if not len(num_bytes):
             return None
         is_wrong = (regions < 0) | (regions >= len(self.regions)) | (num_bytes <= 0) | (offsets < 0)

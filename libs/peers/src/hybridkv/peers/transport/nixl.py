@@ -1,8 +1,8 @@
 """`Transport` over NIXL: reads that use no CPU of the other side if the fabric supports that.
 
-One agent without its progress thread, which would keep a core busy: reads progress in `poll`, `wait` and `progress`, on
-the caller's thread. A post may block until its bytes arrive (it does for memory of the same host), so a read is posted
-in pieces (`nixl_reads`).
+The agent has no progress thread, because this thread would keep a core busy. Reads progress in `poll`, `wait` and
+`progress`, on the caller's thread. A post may block until its bytes arrive (as for memory of the same host), so a read
+is posted in parts (`nixl_reads`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_CAPABILITY_BYTES = 8 << 20
 
 
 class NixlTransport:
-    """`Transport` of one NIXL agent. `agent_name` must be new for each start: NIXL rejects a name that it knows."""
+    """`Transport` of one NIXL agent. `agent_name` must be new for each start: NIXL rejects a known name."""
 
     def __init__(
         self, agent_name: str, max_transfers: int = MAX_TRANSFERS, clock: Callable[[], float] = time.monotonic
@@ -83,7 +83,7 @@ class NixlTransport:
             return encode_capability(self._agent_name, self._agent.get_agent_metadata(), memory)
 
     def deregister(self, regions: Sequence[int]) -> None:
-        """On some fabrics, a peer that attached before can still read this memory while it is mapped."""
+        """Removes regions. On some fabrics, a peer that attached before can read the memory while it is mapped."""
         self._demand_open("deregister")
         with self._lock:
             self._reads.memory = self._reads.memory.without(regions)
@@ -103,7 +103,7 @@ class NixlTransport:
                 added = self._agent.add_remote_agent(metadata)
             except Exception as error:
                 return TransferFailed(reason_of(error), f"attach: {error}")
-            # The metadata contains an agent name too, which may be any bytes.
+            # The metadata also contains an agent name, which may be any bytes.
             name = added.decode(errors="replace") if isinstance(added, bytes) else added
             if name != agent:
                 self._reads.forget_agent(added)
@@ -233,7 +233,7 @@ def encode_capability(agent: str, metadata: bytes, memory: RegisteredMemory) -> 
 
 
 def decode_capability(data: bytes) -> tuple[str, bytes, RegisteredMemory] | str:
-    """(agent, metadata, regions), or an error text for an invalid capability."""
+    """Decodes a capability: (agent, metadata, regions), or an error text if the capability is invalid."""
     if len(data) > MAX_CAPABILITY_BYTES:
         return f"a capability of {len(data)} bytes"
     try:

@@ -48,11 +48,11 @@ def load_nixl() -> Any:
 
 
 def _prepare() -> None:
-    """Sets defaults of environment variables that are read once, on load. Keeps values that are set."""
+    """Sets environment variables that UCX and NIXL read once, on load. Keeps values that are already set."""
     if any(f"{name}._bindings" in sys.modules for name in MODULES):
         return
     if not _has_infiniband():
-        # The ib module loads a libnl that crashes the process at exit. It is not needed without such a device.
+        # The ib module loads a libnl that crashes the process at exit. Without InfiniBand the module is not needed.
         os.environ.setdefault("UCX_MODULES", "^ib")
     # Bound the cache of released registrations, which grows otherwise.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")

@@ -1,7 +1,8 @@
 """Reads in flight on one NIXL agent. Errors become states of reads.
 
-A failed read is over for its owner at once, but its memory stays in use until NIXL reports the end of each of its
-posts: an RDMA read cannot be recalled. If a post does not end, the peer is given up, which ends all posts to it.
+A failed read ends for its owner at once. The read's memory stays in use until NIXL reports the end of each post of the
+read, because an RDMA read cannot be recalled. If a post does not end, the peer is given up: this ends all posts to the
+peer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KIND = "DRAM"
 HOST_DEVICE = 0
 """Device id of host memory in NIXL."""
 POST_BYTES = 8 << 20
-"""Bytes per post. A call may block until a post is complete."""
+"""Maximum bytes per post. NIXL's call may block until the post is complete."""
 MAX_POSTS = 4
 """Maximum posts in flight of one read, if posts do not block."""
 ABANDON_S = 2.0
@@ -48,7 +49,7 @@ class NixlRemote:
 
 
 class NixlRead:
-    """One read. `state` is `TransferFailed` once it cannot succeed; `handles` are the posts that have not ended."""
+    """One read. `state` is `TransferFailed` once the read cannot succeed; `handles` are the unfinished posts."""
 
     def __init__(self, remote: NixlRemote, began_s: float, deadline_s: float) -> None:
         self.remote = remote
@@ -77,7 +78,7 @@ class NixlReads:
         self._reads: dict[TransferId, NixlRead] = {}
         self._attached: list[NixlRemote] = []
         self.memory = RegisteredMemory()
-        """Registered memory of this side. Replaced when it changes."""
+        """Registered memory of this side. Each change replaces this value."""
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -97,7 +98,7 @@ class NixlReads:
         read.posts.extend(posts_of(ranges, POST_BYTES))
 
     def forget(self, number: TransferId) -> bool:
-        """Releases a read. False if one of its posts has not ended; such a read is cancelled."""
+        """Releases a read. Returns False if one of its posts has not ended; this call then cancels the read."""
         read = self._reads[number]
         if read.handles or read.state is PENDING:
             read.fail(TransferFailureReason.CANCELLED, "", self._clock())
@@ -143,7 +144,7 @@ class NixlReads:
             read.state = TransferDone(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
 
     def _look_at_peer(self, read: NixlRead, failed: TransferFailed, now_s: float) -> None:
-        """Gives up the peer of a failed read if it is gone or a post does not end."""
+        """Gives up the peer of a failed read if the peer is gone or a post does not end."""
         if failed.reason is TransferFailureReason.GONE and not read.handles:
             # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
             self.give_up(read.remote, TransferFailureReason.GONE, failed.detail)
@@ -165,7 +166,7 @@ class NixlReads:
         self._end(read, handle)
 
     def _post(self, read: NixlRead, ranges: Ranges, now_s: float) -> bool:
-        """Posts some ranges. True if the post completed at once; the caller then returns before the next post."""
+        """Posts some ranges. Returns True if the post completed at once; then the caller defers the next post."""
         handle = None
         try:
             handle = self._make(read, ranges)
@@ -200,10 +201,10 @@ class NixlReads:
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
 
     def give_up(self, remote: NixlRemote, reason: TransferFailureReason, detail: str) -> None:
-        """Closes the connection to a peer: NIXL ends all posts to it.
+        """Gives up a peer and closes the connection, so that NIXL ends all posts to the peer.
 
-        NIXL has one connection per agent, however often the agent is attached. It stays open for the other attachments
-        if no post of this one is in flight.
+        NIXL has one connection per agent, even if the agent is attached several times. The connection stays open for
+        the other attachments if no post of this attachment is in flight.
         """
         if not remote.is_attached:
             return
@@ -238,14 +239,15 @@ def descriptors(
 ) -> npt.NDArray[np.uint64]:
     """(address, bytes, device) of each range. The ranges must be checked.
 
-    Built for each post. Prepared lists, indexed by number, did not make reads faster: see docs/reference/nixl.md.
+    These lists are built for each post. Prepared lists, indexed by number, did not make reads faster: see
+    docs/reference/nixl.md.
     """
     devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
     return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)
 
 
 def posts_of(ranges: Ranges, post_bytes: int) -> Iterator[Ranges]:
-    """Splits a read into posts of about `post_bytes`, in order. Longer ranges are cut."""
+    """Splits a read into posts of about `post_bytes`, in order. Cuts ranges that are longer."""
     ranges = ranges.cut(post_bytes)
     begins = np.cumsum(ranges.num_bytes) - ranges.num_bytes
     share = begins // post_bytes

@@ -1,6 +1,6 @@
 """Messages between two engines, their limits, and the shared secret.
 
-No socket, no thread and no clock: `hybridkv.peers.control` sends and receives. FORMAT.md describes every byte.
+This package has no socket, thread or clock: `hybridkv.peers.control` sends and receives. FORMAT.md describes the bytes.
 """
 
 from hybridkv.peers.wire.closing import CloseReason, WireError

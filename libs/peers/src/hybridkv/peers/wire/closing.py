@@ -1,4 +1,4 @@
-"""Reasons why a connection ended. Each is counted, which separates attacks from network failures."""
+"""Reasons why a connection ended. Each reason is counted, so that attacks and network failures can be distinguished."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class CloseReason(enum.StrEnum):
     """Reason of an ended connection, for log lines and counter labels."""
 
     DONE = "done"
-    """This side closed it."""
+    """This side closed the connection."""
     ENDED = "ended"
-    """The peer closed it."""
+    """The peer closed the connection."""
     RESET = "reset"
-    """The network, the system or the peer ended it without a Bye, or the peer answers no heartbeat."""
+    """The network, the system or the peer ended the connection without a Bye, or the peer answers no heartbeat."""
     UNREACHABLE = "unreachable"
-    """It could not be established."""
+    """The connection could not be established."""
     NO_SECRET = "no_secret"
     """The address is on another host, and this side has no secret."""
     OVERSIZED = "oversized"
@@ -27,25 +27,25 @@ class CloseReason(enum.StrEnum):
     SECRET = "secret"
     """The peer does not have the secret."""
     HUNG_UP = "hung_up"
-    """The peer ended the handshake without a reason: it exited, or has another secret or another version."""
+    """The peer ended the handshake without a reason: the peer exited, or has another secret or another version."""
     UNEXPECTED = "unexpected"
-    """A message that is not allowed in this state."""
+    """The peer sent a message that is not allowed in this state."""
     WRONG_PEER = "wrong_peer"
-    """Another peer than the expected one answers at this address."""
+    """A peer with another name than expected answers at this address."""
     SELF = "self"
-    """The address is that of this process."""
+    """The address belongs to this process."""
     TOO_SLOW = "too_slow"
     """The handshake took longer than `handshake_timeout_s`."""
     TOO_MANY = "too_many"
-    """Too many connections, or too many handshakes at a time."""
+    """There are too many connections, or too many handshakes at the same time."""
     BACKLOG = "backlog"
-    """The peer does not read the messages sent to it."""
+    """The peer does not read the messages that this side sends."""
     HANDLER = "handler"
     """A handler on this side raised an exception: a bug, or an invalid message that passed every check."""
 
 
 class WireError(Exception):
-    """An unacceptable message; its connection ends with `reason`. Never raised to callers outside `hybridkv.peers`."""
+    """An unacceptable message. Its connection ends with `reason`. Never raised to callers outside `hybridkv.peers`."""
 
     def __init__(self, reason: CloseReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

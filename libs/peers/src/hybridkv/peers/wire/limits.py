@@ -17,17 +17,18 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_frame_bytes: int = 8 << 20
     """Maximum size of one message."""
     max_queued: int = 10_000
-    """Maximum unsent messages of one connection. One more closes it."""
+    """Maximum unsent messages of one connection. One more message closes the connection."""
     max_items: int = 65536
     """Maximum length of one list and of one set of columns."""
     max_text_bytes: int = 4096
     """Maximum size of one text. Names have their own limit, `MAX_NAME_BYTES`."""
     max_connections: int = 256
-    """Maximum established connections of all listeners together; outgoing connections have the same limit."""
+    """Maximum established connections of all listeners together. Outgoing connections have the same limit."""
     max_handshakes: int = 32
-    """Maximum strangers at one listener. One more closes the oldest of the host that has the most."""
+    """Maximum strangers (connections without a Hello) of one listener. One more stranger closes the oldest stranger of
+    the host with the most strangers."""
     handshake_timeout_s: float = 5.0
-    """Time from connecting to the proof of the secret; for an outgoing connection, to the peer's Hello."""
+    """Maximum time from connecting to the proof of the secret; for an outgoing connection, to the peer's Hello."""
     heartbeat_s: float = 2.0
     """Interval of ZeroMQ's heartbeats on every connection."""
     silence_timeout_s: float = 10.0

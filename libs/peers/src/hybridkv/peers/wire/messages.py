@@ -1,7 +1,7 @@
 """Messages of established control connections, with their limits.
 
-No message contains a list: a header of five bytes could make the decoder allocate four billion items before it reads
-the first. Long lists of numbers are sent as columns of eight bytes per number, inside a byte string.
+No message contains a list: a list header of five bytes could make the decoder allocate memory for four billion items
+before the first item. Long lists of numbers are sent as columns of eight bytes per number, inside a byte string.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 PROTOCOL_VERSION = 2
 DIGEST_BYTES = 16
 MAX_SPANS = 64
-"""Maximum spans in one digest request: one per group, and the maximum number of groups."""
+"""Maximum spans in one digest request: one span per group, for the maximum number of groups."""
 MAX_READERS = 1024
 """Maximum ranks of one engine that read from one rank."""
 
@@ -45,7 +45,7 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """The descriptions are incompatible: the field that differs, with the sender's and the receiver's value."""
+    """The descriptions are incompatible. Names the field that differs, with the sender's and the receiver's value."""
 
     field: str
     ours: str
@@ -54,7 +54,7 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class RequestDigests(_Message, frozen=True, tag="request_digests"):
-    """Request for the digests of some cells of a lease. The answer has the same `request`.
+    """Request for the digests of some cells of a lease. The answer is `Digests` with the same `request`.
 
     See `hybridkv.peers.digests.DigestRequest`. Only blocks that the lease holds are digested.
     """
@@ -81,16 +81,16 @@ class Renew(_Message, frozen=True, tag="renew"):
 
 
 class Renewed(_Message, frozen=True, tag="renewed"):
-    """Answer to `Renew`: remaining time of the lease; 0 if it has ended."""
+    """Answer to `Renew`: remaining time of the lease; 0 if the lease has ended."""
 
     lease: Lease
     remaining_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class LeaseDone(_Message, frozen=True, tag="done"):
-    """A reader no longer needs the lease. `is_read`: it has read and checked the blocks.
+    """A reader no longer needs the lease. `is_read`: the reader has read and checked the blocks.
 
-    The lease ends when all `num_readers` readers have sent this; `reader` is the index of the sender, from 0.
+    The lease ends when all `num_readers` readers have sent this message. `reader` is the index of the sender, from 0.
     """
 
     lease: Lease
@@ -120,14 +120,14 @@ class Notice(_Message, frozen=True, tag="notice"):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """First message of each side. Every version must understand it; fields may only be added at the end."""
+    """First message of each side. Every version must decode this message; fields may only be added at the end."""
 
     version: int
     name: str
 
 
 class Bye(_Message, frozen=True, tag="bye"):
-    """Last message: why the sender closes the connection, a `CloseReason`."""
+    """Last message, with the reason why the sender closes the connection: a `CloseReason`."""
 
     reason: str
 
@@ -175,14 +175,14 @@ class MessageCodec:
         self._decoder = msgspec.msgpack.Decoder(WireMessage)
 
     def encode(self, message: WireMessage) -> bytes:
-        """Raises `PeersProtocolError` if the message is larger than the peer accepts; the caller must split it."""
+        """Encodes a message. Raises `PeersProtocolError` above `max_frame_bytes`: the caller must split the message."""
         body = self._encoder.encode(message)
         if len(body) > self._limits.max_frame_bytes:
             raise PeersProtocolError(f"a {type(message).__name__} of {len(body)} bytes does not fit into a frame")
         return body
 
     def decode(self, body: bytes) -> WireMessage:
-        """Raises `WireError` for bytes that are not a message and for a message that exceeds a limit."""
+        """Decodes a message. Raises `WireError` for bytes that are not a message, and for a message above a limit."""
         try:
             message: WireMessage = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Shared secret of the engines. Read from a file and never printed.
+"""Shared secret of the engines, read from a file and never printed.
 
 A process without a secret may listen and connect on this host only.
 """
@@ -40,19 +40,19 @@ class Secret:
         raise TypeError("a Secret cannot be pickled")
 
     def derive(self, purpose: bytes) -> bytes:
-        """Key of 32 bytes for one purpose. Keys of other purposes reveal nothing about it."""
+        """Key of 32 bytes for one purpose. Keys of other purposes reveal nothing about this key."""
         return hmac.digest(self._key, b"hybridkv.peers " + purpose, "sha256")
 
 
 NO_SECRET: Final = Secret(b"")
-"""No secret is configured. Proves nothing; allowed only for peers on this host."""
+"""Value if no secret is configured. Proves nothing; allowed only for peers on this host."""
 
 
 def read_secret(path: str | os.PathLike[str]) -> Secret:
     """Reads the secret from a file, without surrounding white space.
 
     Raises `PeersConfigurationError` if the file cannot be read, is accessible by group or others, belongs to
-    neither this user nor root, or has fewer than 16 or more than 4096 bytes. No error shows its content.
+    neither this user nor root, or has fewer than 16 or more than 4096 bytes. No error shows the secret.
     """
     field = "secret_file"
     try:

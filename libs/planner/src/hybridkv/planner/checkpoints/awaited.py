@@ -15,15 +15,15 @@ from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
 
 YOUNG: Final = 4
-"""A store is young until this multiple of its capacity was stored: before that, evicted content is rarely missed."""
+"""A store is young until this multiple of its capacity was stored. Before that, evicted content is rarely missed."""
 DEARER: Final = 4
 """Assumed value of a byte of a young store, as a multiple of the average savings per byte."""
 
 
 class AwaitedStates:
-    """Table of at most `max_states` states of answers. The oldest ones are forgotten and not counted.
+    """Table of at most `max_states` states of answers. The oldest states are forgotten and not counted.
 
-    A key is opaque and stands for a boundary and the prefix before it.
+    A key is opaque and identifies a boundary and the prefix before it.
 
     Raises:
         ValueError: `max_states` is negative.
@@ -42,8 +42,8 @@ class AwaitedStates:
 
     @property
     def resumed_share(self) -> float:
-        """Share of the recent states that a later request resumed or could have resumed; mostly below 1, and 0 at the
-        start. The last states count, about 500."""
+        """Share of the last states (about 500) that later requests resumed or could have resumed; mostly below 1, and 0
+        at the start."""
         return self._num_resumed / self._num_noted
 
     def note(self, key: Hashable) -> None:
@@ -61,7 +61,7 @@ class AwaitedStates:
     def record_resumed(self, keys: Iterable[Hashable]) -> None:
         """Records a request that resumes at one of these boundaries, or diverges there from the stored prefix.
 
-        The attention blocks show this even if the state is gone. Each state counts once.
+        The stored attention blocks show the boundary even if the state was evicted. Each state counts once.
         """
         for key in keys:
             if key in self._waiting:
@@ -71,8 +71,8 @@ class AwaitedStates:
     def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
         """True if a state that saves `num_tokens` for each later request saves no more than its bytes cost.
 
-        Such a state may take free space only. In a young store bytes cost more. Before the first return every state is
-        unproven.
+        Such a state may take free space only. In a young store bytes cost more. Until a first state is used again,
+        every state is unproven.
         """
         experience = market.experience
         if self.resumed_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:

@@ -40,9 +40,9 @@ class Divergences(msgspec.Struct, frozen=True):
     """Counts of prompts of one length."""
 
     divergences: tuple[float, ...] = (0.0,) * len(DISTANCES)
-    """For each index, prompts from which a later one diverged there, for the first time."""
+    """For each index of `DISTANCES`, number of prompts from which a later prompt was the first to diverge there."""
     prompts: tuple[float, ...] = (0.0,) * len(DISTANCES)
-    """For each index, prompts that are longer than it."""
+    """For each index of `DISTANCES`, number of prompts that are longer than this distance."""
 
 
 class Experience(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class Experience(msgspec.Struct, frozen=True):
         the value of a byte.
         """
         if self.stored_bytes < 1:
-            return 0.0  # faded: a division would overflow
+            return 0.0  # `stored_bytes` has faded: a division would overflow
         found = self.aged_tokens / math.log(1 / OLD_SHARE)
         with_missed = (self.aged_tokens + self.missed_tokens) / math.log(MISSED_SHARE / OLD_SHARE)
         return max(found, with_missed) / self.stored_bytes
@@ -104,7 +104,8 @@ NO_EXPERIENCE: Final = Experience()
 def learn_request(experience: Experience, prompt: Prompt, placement: Placement) -> Experience:
     """Experience after a request was admitted with its stops. Unchanged if no stops were planned.
 
-    Call it once for each admission. A request that starts over pays again, but its divergence does not count again.
+    Call this function once for each admission. If a request starts over, its costs count again, its divergence does
+    not.
     """
     boundary_tokens = placement.boundary_tokens
     if boundary_tokens <= 0:

@@ -1,9 +1,9 @@
 """Chooses the boundaries of a prompt at which a state is stored (stops), and returns the next one.
 
 Boundaries at which earlier requests diverged come first: a later request probably resumes there. All other stops are
-guesses: a stop must save more tokens, as expected, than its step and its bytes cost. The stop with the highest savings
-is chosen first, then the best one given those already chosen. So higher costs or tighter limits only shorten the same
-list of stops.
+guesses: the expected savings of a stop must be higher than the cost of its step and of its bytes. The stop with the
+highest savings is chosen first, then the best one in addition to the chosen stops. So higher costs or tighter limits
+only shorten the same list of stops.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hybridkv.planner.checkpoints.values import (
 
 EXTRA_RETURN: Final = 150
 """Makes stops more expensive the more prefill they took recently: a stop must save 1 + EXTRA_RETURN * share times the
-cost of its step. At the default limit, a share of 1/50, that is four times the cost. So a part of the limit is left for
-good stops."""
+cost of its step. At the default limit, a share of 1/50, that is four times the cost. So a part of the
+limit is left for good stops."""
 
 KNOWN_TOKENS: Final = 1 << 16
 """Added to the computed tokens for the limit on stops at known divergences: at a share of 1/50 it allows 20 more stops
@@ -95,8 +95,8 @@ def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) 
 
 
 def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
-    """The last boundary of the prompt, if the engine does not stop there by default. It is chosen first and does not
-    count toward the limit, like the engine's own last stop: without it a repeated prompt has no hit."""
+    """The last boundary of the prompt, if the engine does not stop there by default. This stop is chosen first and
+    does not count toward the limit, like the engine's own last stop: without this stop a repeated prompt has no hit."""
     end = prompt.end_boundary(boundary_tokens)
     if prompt.keeps_end or end <= prompt.resumed_tokens or price == float("inf"):
         return []

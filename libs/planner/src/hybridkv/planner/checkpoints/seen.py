@@ -1,9 +1,9 @@
 """Table of prefixes of earlier prompts, to compare a request with them.
 
-It records facts that the store does not: the length of the earlier prompt that a request diverges from, whether other
-requests diverged at the same boundary, and the last use of a prefix. The table is bounded, and so is the cost of one
-request, for a prompt of any length (`Grain`). A forgotten or skipped prefix only means less experience. Keys are
-opaque. Ages are counted in stored bytes, not in seconds.
+It records facts that the store does not have: the length of the earlier prompt from which a request diverges, earlier
+divergences at the same boundary, and the last use of a prefix. The table is bounded, and so is the cost of one
+request, for a prompt of any length (`Grain`). If a prefix is forgotten or skipped, the statistics only have less
+data. Keys are opaque. Ages are counted in stored bytes, not in seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridkv.planner.checkpoints.values import Market, Placement, Prompt, StopR
 
 
 class Grain(msgspec.Struct, frozen=True):
-    """Choice of the boundaries of a prompt that are examined: all of them, if there are at most `max_places`.
+    """Choice of the boundaries of a prompt that are examined: all boundaries, if there are at most `max_places`.
 
     Raises:
         ValueError: a number is not positive, or `fine_places` leaves less than two of `max_places`.
@@ -65,7 +65,7 @@ def offsets(marks: int) -> Iterator[int]:
 
 
 MAX_BRANCHES: Final = 16
-"""Maximum number of branches of one path; the deepest ones are kept."""
+"""Maximum number of branches of one path; the deepest branches are kept."""
 
 
 _GRAIN: Final = Grain()
@@ -150,7 +150,7 @@ class SeenPrefixes:
     ) -> None:
         """Records a request that was admitted with its stops, after `add_facts`. Call it once for each admission.
 
-        O(boundaries): at most `Grain.max_places`, and those that `add_facts` and the stops name.
+        O(boundaries): at most `Grain.max_places`, and the boundaries that `add_facts` and the stops name.
         """
         resumed, held = (
             min(tokens // boundary_tokens, len(keys))
@@ -241,8 +241,8 @@ class SeenPrefixes:
         return seen is not None and seen.used_at >= since
 
     def _is_recent(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
-        """True if the prefix, or a recorded one that extends it, was used since. Long prompts record only some
-        prefixes, and the use of one is a use of all shorter ones."""
+        """True if the prefix, or a recorded prefix that extends it, was used since. Long prompts record only some
+        prefixes, and the use of a prefix is also a use of all shorter prefixes."""
         for each in (place, min(self._grain.next_coarse(place), len(keys))):
             seen = self._seen.get(keys[each - 1]) if each else None
             if seen is not None and seen.used_at >= since:

@@ -10,10 +10,10 @@ from hybridkv.planner.checkpoints.experience import NO_EXPERIENCE, Experience
 
 
 class StopReason(enum.StrEnum):
-    """Why a prefill stops at a boundary, so that the state there can be stored."""
+    """Reason why a prefill stops at a boundary to store the state there."""
 
     JUNCTION = "junction"
-    """The store holds every FULL group up to here but no state: the request diverges from the stored prefix."""
+    """The store holds every FULL group up to here but no state: the request diverges here from the stored prefix."""
     BRANCH = "branch"
     """Earlier requests diverged here."""
     SPACED = "spaced"

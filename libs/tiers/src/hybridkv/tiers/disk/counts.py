@@ -1,4 +1,4 @@
-"""Counts of the disk tier beside those of every tier."""
+"""Counts of the disk tier, in addition to `TierCounts`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import msgspec
 
 
 class DiskCounts(msgspec.Struct, frozen=True):
-    """Counts since the last call. Merging is addition, so order and grouping do not matter."""
+    """Counts since the last `take_disk_counts`. `merge` adds, so order and grouping do not matter."""
 
     moved_records: int = 0
     moved_bytes: int = 0
-    """Copied by compaction, over all ranks, headers included. Relative to the bytes stored: the write amplification."""
+    """Bytes copied by compaction, over all ranks, headers included. Divided by the stored bytes: the additional write
+    amplification."""
     segments_created: int = 0
     segments_dropped: int = 0
     snapshots: int = 0
     namespaces_deleted: int = 0
     withdrawals_forgotten: int = 0
-    """Withdrawn records that a restart may offer again, because more were withdrawn than are remembered."""
+    """Withdrawn records that a restart may offer again, because more than `max_quarantined` were withdrawn."""
     quarantined: dict[str, int] = {}
     """Withdrawn records by reason."""
     failures: dict[str, int] = {}
-    """Failed file work, by chore and name of the error: `create: ENOSPC`."""
+    """Failed file work by chore and error name, for example `create: ENOSPC`."""
 
     def merge(self, other: DiskCounts) -> DiskCounts:
         return msgspec.structs.replace(
@@ -36,7 +37,7 @@ def _add(mine: int | dict[str, int], other: int | dict[str, int]) -> int | dict[
 
 
 class DiskTally:
-    """A mutable `DiskCounts`."""
+    """Mutable `DiskCounts`."""
 
     def __init__(self) -> None:
         self._reset()

@@ -1,9 +1,9 @@
 """Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
-The least recently used record is evicted first, but never before the records that extend it. A restart keeps the LRU
-order, but not the links between records: `touch` sets the links of a request's records again. Evictions take effect in
-memory at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device, the last
-two for a bounded time.
+Evicts the least recently used record first, but never before the records that extend it. A restart keeps the LRU order,
+but not the links between records: `touch` sets the links of a request's records again. Evictions take effect in memory
+at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device; `clear` and
+`close` wait for a bounded time.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ logger = logging.getLogger(__name__)
 
 
 _SNAPSHOT_SHARE = 0.8
-"""Share of `close_timeout_s` for the last snapshot and all file work before it."""
+"""Share of `close_timeout_s` for the last snapshot and all earlier file work."""
 
 
 class DiskIndex(SyncLookups):
     """`TierIndex` over segment files of all ranks of one engine.
 
     Args:
-        path: absolute path of the store. It is created if it does not exist; its parent must exist.
+        path: absolute path of the store. The index creates the directory; its parent must exist.
         fingerprint: fingerprint of the cache. Bytes stored under another fingerprint are never read.
         options: see `DiskOptions`.
-        janitor: runs file work; None for one with its own thread. `close` closes it.
+        janitor: runs file work; None: a `ThreadJanitor`. `close` closes the janitor.
         io: system calls.
-        clock: seconds, for intervals.
+        clock: time in seconds, for intervals.
 
     Raises:
-        TierConfigurationError: the options do not fit together, the path cannot be used or is not this user's own, or
-            another process has this cache open.
+        TierConfigurationError: the options do not fit together; or the path cannot be used or is not this user's own;
+            or another process has this cache open.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DiskIndex(SyncLookups):
 
     @property
     def namespace(self) -> bytes:
-        """Digest of the fingerprint. The media are built with it."""
+        """Digest of the fingerprint; an argument of each `DiskMedium`."""
         return self._namespace.digest
 
     @property
@@ -96,7 +96,7 @@ class DiskIndex(SyncLookups):
         return self._records.used_bytes
 
     def cost(self, num_bytes: int) -> int:
-        """Bytes with the record's header, in whole pages."""
+        """Size of the record: header and payload, in whole pages."""
         return cost_of(num_bytes)
 
     @property
@@ -127,8 +127,8 @@ class DiskIndex(SyncLookups):
         self._maintenance.write_changes()
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
-        """See the contract. BUSY if file work that is running or due may make room: a segment is created, deleted or
-        emptied. NO_ROOM without such work, for example if the file system is full or every segment has a reader.
+        """See the contract. If no segment has room: BUSY if running or due file work may make room (creates, deletes or
+        empties a segment); else NO_ROOM, for example if the file system is full or every segment has a reader.
         """
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
@@ -168,9 +168,9 @@ class DiskIndex(SyncLookups):
         self._maintenance.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
-        """Quarantine the present record of this key. It is never offered again, also not after a restart.
+        """Quarantine the present record of this key: never offered again, also not after a restart.
 
-        `reason` is a text for the counts, such as a `FailureReason`.
+        `reason` is a text for the counts, for example a `FailureReason`.
         """
         self._maintenance.collect()
         is_withdrawn = self._journal.quarantine(key, str(reason))
@@ -196,7 +196,7 @@ class DiskIndex(SyncLookups):
         self._maintenance.run_if_needed()
 
     def clear(self) -> int:
-        """`invalidate` every key durably: waits until the new epoch is on disk, at most `close_timeout_s`."""
+        """`invalidate` every key durably. Waits until the new epoch is on disk, at most `close_timeout_s`."""
         self._maintenance.collect()
         num_withdrawn = self._records.forget_all()
         if not self._records.is_closed:
@@ -229,23 +229,24 @@ class DiskIndex(SyncLookups):
         return self._maintenance.state.tally.take()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all due file work has ended. Failed work is due again later. False on timeout.
+        """Wait until all due file work has ended. False on a timeout. Failed work is due again later.
 
-        After that, records that were invalidated or aborted stay withdrawn even if the process crashes.
+        If all work succeeded, invalidated and aborted records stay withdrawn even if the process crashes afterwards.
         """
         return self._maintenance.drain(timeout_s)
 
     def close(self) -> None:
         """Stop: offer no chunk and refuse reservations. Committed records remain for the next start.
 
-        Waits for file work at most `close_timeout_s`. Open pins and reservations may still be released.
+        Waits for file work at most `close_timeout_s`. `unpin`, `commit` and `abort` still work.
         """
         if self._records.is_closed:
             return
         self._records.close()
         self._maintenance.collect()
         for record in self._records.reserved():
-            # A medium may have written a record without a reported completion. The next start verifies such records.
+            # A medium may have written the record without a polled completion. The next start reads and checks such
+            # records, and would offer a deleted one.
             if record.state is KeyState.DELETED_WHILE_WRITTEN:
                 self._journal.withdraw(record)
         self._maintenance.finish()
@@ -266,8 +267,8 @@ class DiskIndex(SyncLookups):
             logger.warning("file work did not end in time: %s stays locked until it ends", self._namespace.path)
 
     def _end_work(self) -> bool:
-        """True if the janitor ended in time. Cancels a snapshot that takes too long: the file of changes has the same
-        content."""
+        """True if the janitor ended in time. Cancels a snapshot that takes too long: the file of changes already has
+        the same content."""
         timeout_s = self._options.close_timeout_s
         if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
             return True

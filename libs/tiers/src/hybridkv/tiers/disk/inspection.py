@@ -1,7 +1,7 @@
-"""Inspection of a store's directory without its engine: namespaces, records, damage; and their deletion.
+"""Inspection of a store's directory without its engine: reports namespaces, finds damage, deletes namespaces.
 
-Reads with the code of a start, and takes no lock, so it works beside a running engine. Then its numbers may be a few
-seconds old, and records that the engine deletes meanwhile may look damaged. Only `delete` changes anything.
+Reads with the code of a start. `report` and `verify` take no lock, so they work beside a running engine. Then numbers
+may be a few seconds old, and records that the engine deletes meanwhile may look damaged. Only `delete` changes files.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class NamespaceReport(msgspec.Struct, frozen=True):
     """One cache of a store's directory.
 
     Args:
-        name: digest of its fingerprint, in hexadecimal.
-        holder: process that has it open, "" if no process is seen.
-        facts: facts of its fingerprint; empty if the file is missing or unreadable.
-        opened_s: time of its last start, in seconds since 1970; 0 if unknown.
+        name: digest of the fingerprint, in hexadecimal.
+        holder: process that has the namespace open; "" if /proc shows none.
+        facts: facts of the fingerprint; empty if the file is missing or unreadable.
+        opened_s: time of the last start, in seconds since 1970; 0 if unknown.
         disk_bytes: space on disk.
         num_records: chunks that a start would offer.
-        record_bytes: their payload, over all ranks.
-        num_segments: segment files with valid headers, on all ranks.
-        num_useless_segments: segments that are damaged, of another version, or cleared.
+        record_bytes: payload of these chunks, over all ranks.
+        num_segments: segments with valid headers on all ranks.
+        num_useless_segments: segments that are damaged, cleared, of another version, or not on every rank.
         num_unreadable_segments: segments that this process cannot open.
         num_quarantined: withdrawals in the quarantine journal.
-        problem: why it cannot be read; "" if it can. Then the counts are 0.
+        problem: reason why the namespace cannot be read, with all counts 0; "" if it can be read.
     """
 
     name: str
@@ -72,7 +72,7 @@ class NamespaceReport(msgspec.Struct, frozen=True):
 
 
 class Damage(NamedTuple):
-    """A record that a load would refuse."""
+    """Damaged record: a load would fail."""
 
     key: bytes
     rank: int
@@ -80,7 +80,7 @@ class Damage(NamedTuple):
 
 
 class InspectedNamespace:
-    """Directory of one namespace, opened to read.
+    """Directory of one namespace, opened for reads.
 
     Args:
         root: directory of the store.
@@ -113,10 +113,10 @@ class InspectedNamespace:
 
 
 class StoreInspector:
-    """Directory of a store.
+    """Inspector of a store's directory.
 
     Args:
-        path: the `path` of a disk tier.
+        path: `path` of the disk tier.
         io: system calls.
 
     Raises:
@@ -131,12 +131,12 @@ class StoreInspector:
             raise directory_error(path, error) from error
 
     def names(self) -> list[str]:
-        """Names of the namespaces, the last opened first."""
+        """Names of the namespaces, in order of their last start, newest first."""
         names = [name for name in self._root.list() if is_namespace(name)]
         return sorted(names, key=lambda name: (-self._opened_s(name), name))
 
     def report(self, name: str) -> NamespaceReport:
-        """The state of one namespace."""
+        """State of one namespace. Raises no `OSError`: see `problem`."""
         opened_s = self._opened_s(name)
         try:
             namespace = InspectedNamespace(self._root, name)
@@ -168,10 +168,11 @@ class StoreInspector:
             namespace.close()
 
     def verify(self, name: str) -> Iterator[tuple[int, int, Damage | None]]:
-        """Reads each record and compares its checksum.
+        """Read each record on each rank and compare its checksum.
 
         Yields:
-            Number of records so far, number of all records, and the damage of this one.
+            Number of records read so far, number of all records (each rank counts), and the damage of this record, or
+            None.
 
         Raises:
             OSError: the namespace cannot be read.
@@ -192,7 +193,7 @@ class StoreInspector:
             namespace.close()
 
     def delete(self, name: str) -> bool:
-        """Deletes a namespace. False if a process has it open, or nothing could be deleted."""
+        """Delete a namespace. False if a process has it open, or nothing could be deleted."""
         return delete_namespace(self._root, name)
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ class StoreInspector:
             return 0.0
 
     def _holder(self, name: str, namespace: InspectedNamespace) -> str:
-        """Process that holds the lock of the directory or of the file LOCK."""
+        """Process that holds the lock of the directory or of the file LOCK; "" if none is found."""
         stats = [self._root.io.stat(namespace.directory.fd)]
         try:
             stats.append(self._root.io.stat_name(f"{name}/{LOCK_NAME}", self._root.fd))

@@ -27,61 +27,63 @@ SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
 FEWEST_READY_SEGMENTS = 2
 READY_PER_SEGMENT = 8
-"""One of this many segments may be created ahead of a burst, so that `df` does not show all space as used at once."""
+"""At most one in this many segments is created ahead of a burst, so that `df` does not show all space as used at
+once."""
 FEWEST_SPARE_SEGMENTS = 3
-"""The open one, an empty one, and one for compaction to copy to."""
+"""The open segment, an empty segment, and a segment for the copies of compaction."""
 
 SNAPSHOT_ENTRY_BYTES = 2 + 8 + 8 + 64
 """Allowance for one record in a snapshot. With longer keys the snapshot keeps fewer records."""
 CHANGES_PER_SNAPSHOT = 4
-"""Changes since a snapshot may take this part of the snapshot's size,"""
+"""Divisor: the file of changes may have the snapshot's size divided by this."""
 LARGEST_CHANGES_BYTES = 16 * MIB
-"""and no more than this, because a start reads them: at most 1.9 million changes, some four seconds and 400 MB."""
+"""Limit of the file of changes, because a start reads it: at most 1.9 million changes, about 4 s and 400 MB."""
 
 LARGEST_JOURNAL_BYTES = 64 * MIB
-"""The same for the quarantine journal."""
+"""Limit of the quarantine journal, because a start reads it."""
 MOST_QUARANTINED = 1 << 19
-"""Twice as many entries fit into the journal."""
+"""Limit of `max_quarantined`. The journal has room for twice as many entries."""
 
 
 class Fsync(enum.StrEnum):
-    """When bytes are forced to the device. A crash of the process never loses any."""
+    """Policy for syncs of stored bytes to the device. A crash of the process loses no bytes with any policy."""
 
     NONE = "none"
-    """Never. A loss of power may lose everything of about the last half minute (the kernel decides)."""
+    """Never. A power loss may lose the records of about the last 30 s (the kernel decides)."""
     INTERVAL = "interval"
-    """Every `fsync_interval_s`. A loss of power may lose records stored since."""
+    """Every `fsync_interval_s`. A power loss may lose records stored since the last sync."""
     ALWAYS = "always"
-    """Before a store completes. A loss of power loses no committed record."""
+    """Before a store completes. A power loss loses no committed record."""
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a disk tier, equal for its index and media.
 
     Args:
-        capacity_bytes: of everything below the path on disk: all ranks, all namespaces, metadata included.
-        segment_bytes: of one file of one rank, a multiple of 4096; None: capacity / 64 over all ranks, within
-            [1 MiB, 256 MiB] and large enough for four of the largest chunks.
-        largest_chunk_bytes: of the chunks to be stored, if known.
-        spare_share: share of the segments that records never fill, beside three segments: more means fewer bytes moved
-            by compaction, less means more records kept. Within [0, 0.9].
-        max_records: keys in the index. Each takes about 120 bytes of memory, about 150 more while a snapshot is
+        capacity_bytes: limit of all files below the path: all ranks, all namespaces, metadata included.
+        segment_bytes: size of one segment file of one rank, a multiple of 4096. None: `capacity_bytes` / 64, divided by
+            the number of ranks, within [1 MiB, 256 MiB] and large enough for four of the largest chunks.
+        largest_chunk_bytes: size of the largest chunk; 0: unknown.
+        spare_share: share of the segments that records never fill, in addition to three segments. A larger share: fewer
+            bytes moved by compaction; a smaller share: more records kept. Within [0, 0.9].
+        max_records: most keys in the index. Each takes about 120 bytes of memory, about 150 more while a snapshot is
             written, and 82 on disk.
-        max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
+        max_quarantined: most withdrawn records remembered across restarts, at most 524288.
         burst_bytes: bytes in flight into the tier at one time, over all ranks.
-        ready_segments: empty segments created ahead, and kept free by compaction; None: as many as `burst_bytes` fills,
-            at least 2 and at most an eighth of all, of which compaction keeps 2. Compaction never keeps fewer.
-        snapshot_interval_s: between two snapshots of the index.
-        changes_interval_s: between two batches of changes since the last snapshot.
+        ready_segments: empty segments that are created ahead, and kept free by compaction. None: one more than
+            `burst_bytes` fills, at least 2 and at most an eighth of all segments; compaction keeps 2 free. Compaction
+            always keeps at least 2.
+        snapshot_interval_s: time between two snapshots of the index.
+        changes_interval_s: time between two batches of changes since the last snapshot.
         retry_interval_s: backoff of failed file work.
         fsync: see `Fsync`.
-        fsync_interval_s: for `Fsync.INTERVAL`.
-        direct: bypass the page cache. "auto": if the file system can.
-        max_in_flight: concurrent reads and writes, 1 to 64. Without io_uring, as many threads make them.
-        max_queued: waiting operations of a medium; beyond them one completes with BUSY.
-        batch_bytes: adjacent records that one call reads or writes.
-        max_open_files: segment files that a medium keeps open.
-        close_timeout_s: limit of the wait of `close` for file work.
+        fsync_interval_s: time between two syncs with `Fsync.INTERVAL`.
+        direct: bypass the page cache. "auto": if the file system supports it.
+        max_in_flight: concurrent reads and writes, 1 to 64. Without io_uring, the number of I/O threads.
+        max_queued: waiting operations of a medium, for loads and stores each; further operations complete with BUSY.
+        batch_bytes: most bytes of adjacent records that one call reads or writes.
+        max_open_files: most segment files that a medium keeps open.
+        close_timeout_s: longest wait of `close` for file work.
     """
 
     capacity_bytes: int
@@ -132,13 +134,13 @@ class DiskSizes(msgspec.Struct, frozen=True):
 
     num_ranks: int
     segment_bytes: int
-    """Of one rank."""
+    """Size of one segment file of one rank."""
     data_bytes: int
-    """For segments of all ranks."""
+    """Limit of the segments of all ranks."""
     metadata_bytes: int
-    """Set aside for all other files."""
+    """Space reserved for all other files."""
     usable_bytes: int
-    """For records of one rank, headers included: the capacity of the index."""
+    """Limit of the records of one rank, headers included: the capacity of the index."""
     max_records: int
     ready_segments: int
     """Empty segments to create ahead while capacity is left."""
@@ -147,23 +149,24 @@ class DiskSizes(msgspec.Struct, frozen=True):
 
     @property
     def room_bytes(self) -> int:
-        """Room for records in one segment."""
+        """Space for records in one segment."""
         return self.segment_bytes - SEGMENT_HEAD_BYTES
 
     @property
     def changes_bytes(self) -> int:
-        """Limit of the file of changes."""
+        """Size limit of the file of changes."""
         return changes_bytes(self.max_records)
 
 
 def changes_bytes(max_records: int) -> int:
-    """Limit of the file of changes after a snapshot of `max_records`."""
+    """Size limit of the file of changes after a snapshot of `max_records` records."""
     share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_PER_SNAPSHOT)
     return min(2 * PAGE_BYTES + share, LARGEST_CHANGES_BYTES)
 
 
 def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
-    """`TierConfigurationError` if the capacity is too small for `num_ranks` ranks."""
+    """Sizes for `num_ranks` ranks. `TierConfigurationError` if the capacity is too small, or `segment_bytes` is
+    invalid."""
     segment_bytes = options.segment_bytes or _default_segment_bytes(options, num_ranks)
     smallest = SEGMENT_HEAD_BYTES + record_bytes(max(options.largest_chunk_bytes, 1))
     if segment_bytes % PAGE_BYTES or not smallest <= segment_bytes <= LARGEST_SEGMENT_BYTES:
@@ -184,7 +187,7 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
         )
     num_spare = min(FEWEST_SPARE_SEGMENTS + math.ceil(options.spare_share * count - 1e-9), count - 1)
     usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
-    # One is for compaction: with only one, no store would succeed once all segments are in use.
+    # Compaction uses one empty segment. With only one, no store could succeed after all segments are in use.
     kept = max(options.ready_segments or 0, FEWEST_READY_SEGMENTS)
     ready = options.ready_segments or _ready_segments(options.burst_bytes // (num_ranks * segment_bytes), count)
     bounds = (usable_bytes, max(max_records, 1))
@@ -192,7 +195,8 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
 
 
 def _ready_segments(num_filled: int, count: int) -> int:
-    """One more than a burst fills: it begins within one segment and ends within another."""
+    """Number of segments for a burst: one more than its bytes fill, because a burst begins within one segment and ends
+    within another."""
     return max(min(num_filled + 1, count // READY_PER_SEGMENT), FEWEST_READY_SEGMENTS)
 
 
@@ -203,10 +207,10 @@ def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:
 
 
 def _metadata_bytes(options: DiskOptions, num_ranks: int, max_records: int) -> int:
-    """Size of all files but segments.
+    """Size of all files except segments.
 
-    Two snapshots and two files of changes, while one is replaced; a journal of twice its entries, and its replacement;
-    pages for the small files; directories.
+    Two snapshots and two files of changes, because a new file replaces an old file; a journal with up to twice
+    `max_quarantined` entries, and its replacement; pages for the small files; directories.
     """
     snapshots = 2 * (PAGE_BYTES + round_up(SNAPSHOT_ENTRY_BYTES * max_records))
     changes = 2 * changes_bytes(max_records)

@@ -1,6 +1,6 @@
-"""Directories opened without following links. Their owner and permissions are checked, unless they are shared.
+"""Open directories: links are not followed; owner and permissions are checked, unless the store is shared.
 
-All files of a store are reached through descriptors of such directories, never through a path that another user could
+All files of a store are opened relative to descriptors of such directories, never by a path that another user could
 exchange.
 """
 
@@ -21,24 +21,25 @@ logger = logging.getLogger(__name__)
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
 MAX_LEVELS = 8
-"""Depth of `disk_bytes`. Ours are two levels deep."""
+"""Largest depth of `disk_bytes`. Stores of this library are two levels deep."""
 _MAX_VIEWS = 1024
-"""Limit of the system for one call."""
+"""Largest number of buffers in one system call (`IOV_MAX`)."""
 _PIECE_BYTES = 1 << 26
 _WRITE_BYTES = 1 << 17
 
 
 class ForeignFileError(OSError):
-    """A file or directory of a store that is a link, not ours, or open to others. Never touched."""
+    """A file or directory in a store is a link, belongs to another user, or is writable by others. Never touched."""
 
 
 def temporary_name(name: str) -> str:
-    """Name of a file until it is whole."""
+    """Name of a file while it is written. Then the file is renamed."""
     return f"{name}.new"
 
 
 def is_fatal_at_open(error: OSError) -> bool:
-    """True if the unreadable file is not merely damaged: it is not ours, or this process is short of a resource."""
+    """True if a start must fail with this error: the file is not this user's own, or this process is short of a
+    resource. Otherwise the unreadable file counts as damaged."""
     return isinstance(error, ForeignFileError) or is_shortage(error)
 
 
@@ -46,12 +47,12 @@ class Directory:
     """One open directory.
 
     Args:
-        io: calls of the system.
-        path: absolute, for messages.
-        fd: its descriptor; `close` closes it.
-        shared_mode: permissions of new directories in a store that users share; the same users can read its files.
-            None: the store is this user's own, and entries that others own or may write to are refused. Links and
-            special files are refused in both.
+        io: system calls.
+        path: absolute path, for messages.
+        fd: descriptor of the directory; `close` closes it.
+        shared_mode: permissions of new directories in a store that users share; users with read permission here can
+            also read its files. None: the store is this user's own, and entries that other users own or may write to
+            are refused. Links and special files are always refused.
     """
 
     def __init__(self, io: FileIO, path: str, fd: int, shared_mode: int | None = None) -> None:
@@ -62,13 +63,17 @@ class Directory:
 
     @classmethod
     def root(cls, io: FileIO, path: str, create: bool, may_be_shared: bool = False) -> Directory:
-        """Open the directory at an absolute path; its parent must exist. Raises `OSError`s of the system.
+        """Open the directory at an absolute path; its parent must exist.
 
         Args:
-            io: calls of the system.
-            path: absolute.
-            create: create it, readable by this user alone, if it does not exist.
-            may_be_shared: treat it as shared if it is another user's or others may write to it.
+            io: system calls.
+            path: absolute path.
+            create: create the directory if it does not exist, with permissions for this user alone.
+            may_be_shared: treat the directory as shared if another user owns it or others may write to it.
+
+        Raises:
+            OSError: the system call failed.
+            ForeignFileError: the directory is a link, or not this user's own.
         """
         if create:
             with contextlib.suppress(FileExistsError):
@@ -81,7 +86,7 @@ class Directory:
         return cls(io, path, fd, mode)
 
     def child(self, name: str, create: bool) -> Directory:
-        """A directory in this one."""
+        """Open a directory in this directory."""
         path, mode = f"{self.path}/{name}", self.shared_mode
         is_new = False
         if create:
@@ -98,9 +103,10 @@ class Directory:
         return Directory(self.io, path, fd, mode)
 
     def open_file(self, name: str, flags: int) -> int:
-        """Descriptor of a regular file of ours in this directory."""
+        """Open a regular file in this directory and return its descriptor. `ForeignFileError` for other kinds of files;
+        in a store that is not shared, also for files that are not this user's own."""
         path = f"{self.path}/{name}"
-        # Check before opening, because opening alone may rewind a tape; and after, because the file may have been
+        # Check before `open`, because `open` alone may rewind a tape; and after, because the file may have been
         # exchanged.
         self._require_file(name, path)
         try:
@@ -119,7 +125,7 @@ class Directory:
         return fd
 
     def _require_file(self, name: str, path: str) -> None:
-        """`ForeignFileError` if it is not a regular file."""
+        """`ForeignFileError` if the entry is not a regular file."""
         try:
             mode = self.io.stat_name(name, self.fd).st_mode
         except OSError:
@@ -128,7 +134,7 @@ class Directory:
             raise ForeignFileError(0, f"is {_kind_of(mode)}, not a file", path)
 
     def read_file(self, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
-        """Contents of a file; None if it does not exist or, with a warning, is larger than `max_bytes`."""
+        """Contents of a file. None if the file does not exist, or is larger than `max_bytes` (logs a warning)."""
         try:
             fd = self.open_file(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -144,14 +150,15 @@ class Directory:
             self.io.close(fd)
 
     def write_file(self, name: str, data: bytes, sync: bool) -> None:
-        """Replace a file's contents atomically, even if the process dies meanwhile; with `sync`, even if the power
-        fails."""
+        """Replace a file's contents atomically: a crash of the process leaves the old or the new file. With `sync`,
+        the same is true for a power loss."""
         self.write_pieces(name, (data,), sync)
 
     def write_pieces(self, name: str, pieces: Iterable[bytes], sync: bool) -> None:
-        """`write_file` of pieces that are not all in memory at once. If they raise, the file stays as it was."""
+        """`write_file` from pieces that are not all in memory at once. If the iterator raises, the file does not
+        change."""
         temporary = temporary_name(name)
-        # Do not reuse one that a crash left: it may have a hard link.
+        # Do not reuse a temporary file of a crashed process: it may have a hard link.
         self.remove_file(temporary)
         fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -163,7 +170,7 @@ class Directory:
                 self.io.fdatasync(fd)
         except Exception:
             with contextlib.suppress(OSError):
-                self.remove_file(temporary)  # it would take up room
+                self.remove_file(temporary)  # frees its space
             raise
         finally:
             self.io.close(fd)
@@ -210,7 +217,7 @@ class Directory:
 
 
 def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes, with small pieces joined."""
+    """The same bytes in order, in pieces of at least `_WRITE_BYTES`, except the last piece."""
     waiting: list[bytes | memoryview] = []
     num_bytes = 0
     for piece in pieces:
@@ -225,7 +232,7 @@ def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 
 
 def read_into(io: FileIO, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill views of bytes from a file, one after the other. Returns the number of bytes, fewer if the file ends."""
+    """Fill views with bytes of a file, in order. Returns the number of bytes, fewer if the file ends."""
     done = 0
     left = deque(view for view in views if view)
     while left:
@@ -241,13 +248,13 @@ def read_into(io: FileIO, fd: int, views: Sequence[memoryview], offset: int) -> 
 
 
 def read_at(io: FileIO, fd: int, offset: int, num_bytes: int) -> bytes:
-    """Bytes of a file, fewer if the file ends."""
+    """Read bytes of a file; fewer if the file ends."""
     data = memoryview(bytearray(num_bytes))
     return bytes(data[: read_into(io, fd, [data], offset)])
 
 
 def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write everything, in as many calls as the system needs."""
+    """Write all bytes, with as many system calls as needed."""
     view = memoryview(data)
     while view:
         done = io.pwritev(fd, [view[:_PIECE_BYTES]], offset)
@@ -255,9 +262,9 @@ def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> Non
 
 
 def root_path(path: str) -> str:
-    """Normalized path of a store, because a `/.` after a link would follow it.
+    """Normalized path of a store: the system follows a link before a final `/.`, so that suffix is removed.
 
-    `TierConfigurationError` if it is not absolute.
+    `TierConfigurationError` if the path is not absolute or cannot be encoded.
     """
     if "\0" in path or not os.path.isabs(path):
         raise TierConfigurationError("path", "an absolute path", path)
@@ -269,7 +276,7 @@ def root_path(path: str) -> str:
 
 
 def open_root(io: FileIO, path: str) -> Directory:
-    """Root of a store, created if it does not exist. `TierConfigurationError` if it cannot be used."""
+    """Open the root of a store; create it if it does not exist. `TierConfigurationError` if it cannot be used."""
     path = root_path(path)
     try:
         return Directory.root(io, path, create=True)
@@ -281,7 +288,7 @@ def require_directory(path: str, may_be_shared: bool = False) -> None:
     """Check that a directory can be opened or, if it does not exist, created. Creates nothing.
 
     Raises:
-        TierConfigurationError: it cannot.
+        TierConfigurationError: the directory cannot be opened or created.
     """
     try:
         Directory.root(FileIO(), root_path(path), create=False, may_be_shared=may_be_shared).close()
@@ -294,7 +301,7 @@ def require_directory(path: str, may_be_shared: bool = False) -> None:
 
 
 def directory_error(path: str, error: OSError) -> TierConfigurationError:
-    """Error for an operator if a file or directory of a store cannot be used."""
+    """Error for the operator: a file or directory of a store cannot be used."""
     if isinstance(error, ForeignFileError):
         at = error.filename
         hint = "name a directory that this user alone can write to, and no link"
@@ -308,7 +315,7 @@ def directory_error(path: str, error: OSError) -> TierConfigurationError:
 
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Add the whole path to an `OSError`."""
+    """Set the filename of an `OSError` to the whole path."""
     try:
         yield
     except OSError as error:
@@ -351,12 +358,12 @@ _KINDS = {
 
 
 def _kind_of(mode: int) -> str:
-    """In words."""
+    """Kind of a file, for an error text."""
     return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """True if only this user, and root, can write to it."""
+    """True if only this user and root can write to the file or directory."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 

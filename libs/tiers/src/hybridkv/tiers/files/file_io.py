@@ -1,6 +1,6 @@
-"""System calls of the tiers on a file system. Tests replace them to inject faults.
+"""System calls of the file-system tiers. Tests replace them to inject faults.
 
-Decides nothing and catches nothing: errors are `OSError`s.
+Errors are `OSError`s.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class FileIO:
-    """The real calls. Derive from it to inject faults."""
+    """System calls. Derive from this class to inject faults."""
 
     def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
-        """Does not block, whatever kind of file it is."""
+        """Open a file. Does not block, also for pipes and devices. Does not follow a link."""
         fd = os.open(name, flags | _OPENING, mode, dir_fd=dir_fd)
-        os.set_blocking(fd, True)  # else io_uring returns EAGAIN instead of waiting
+        os.set_blocking(fd, True)  # on a non-blocking file, io_uring returns EAGAIN and does not wait
         return fd
 
     def close(self, fd: int) -> None:
@@ -53,7 +53,7 @@ class FileIO:
         return os.listdir(fd)
 
     def scan(self, fd: int) -> Iterator[str]:
-        """Names in a directory, one at a time: it may have millions."""
+        """Names in a directory, one at a time: a directory may have millions."""
         with os.scandir(fd) as entries:
             for entry in entries:
                 yield entry.name
@@ -65,7 +65,7 @@ class FileIO:
         os.fchmod(fd, mode)
 
     def set_modified_now(self, fd: int) -> None:
-        """Set the time of the last write to the present time of the file system."""
+        """Set the modification time to the present time of the file system."""
         os.utime(fd)
 
     def remove_directory(self, name: str, dir_fd: int) -> None:
@@ -78,7 +78,7 @@ class FileIO:
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def link(self, old: str, new: str, dir_fd: int) -> None:
-        """`FileExistsError` if the new name exists."""
+        """Create a hard link. `FileExistsError` if the new name exists."""
         os.link(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
     def lock(self, fd: int) -> bool:
@@ -90,7 +90,8 @@ class FileIO:
         return True
 
     def next_data(self, fd: int, offset: int) -> int:
-        """Offset of the next written byte from `offset` on; the end of the file if there is none."""
+        """Offset of the next written byte at or after `offset`; the end of the file if there is none. `offset` itself
+        if the file system cannot tell."""
         try:
             return os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as error:

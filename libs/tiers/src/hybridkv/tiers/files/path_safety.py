@@ -1,6 +1,6 @@
-"""Warning about other users who can replace a store between two starts, because they may rename a directory above it.
+"""Warning if other users can replace a store between two starts, because they may rename a directory above it.
 
-Only a warning: the operator owns those directories, and may intend it.
+Not an error: the operator is responsible for these directories.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hybridkv.tiers.files.directory import Directory
 logger = logging.getLogger(__name__)
 
 UNKNOWN_USER = 65534
-"""Owner of files of a user that does not exist in this user namespace: mostly the machine's root."""
+"""User id shown for owners without an id in this user namespace; usually root of the machine."""
 
 
 def warn_if_replaceable(root: Directory) -> None:
-    """Log the nearest directory above the root in which other users can rename entries."""
+    """Log a warning for the nearest directory above the root in which other users can rename entries."""
     path = root.path
     while path != "/":
         path = os.path.dirname(path)

@@ -1,7 +1,7 @@
 """Ledger: the life cycle of the keys of one tier.
 
-A `KeyLedger` holds the keys of a tier and their states. A `Space` assigns the places of their bytes, and an
-`EvictionPolicy` chooses the next key to evict; both can be replaced for another tier or policy.
+A `KeyLedger` holds the keys of a tier and their states. A `Space` assigns places for the bytes, and an `EvictionPolicy`
+chooses the next key to evict; another tier or policy can replace both.
 """
 
 from hybridkv.tiers.ledger.ledger import KeyLedger

@@ -1,11 +1,11 @@
-"""Ledger of keys: reserved, committed, deleted and pending; pins; what each key extends; eviction.
+"""Ledger of keys: states (reserved, committed, deleted), pins, links between keys, eviction.
 
-Only leaves are evicted: keys that no other key extends. When the last key that extends a key is gone, that key is
-evicted next; if it was used in a later call, it becomes the most recently used one instead.
+Evicts only leaves: keys that no other key extends. Suppose that key B extends key A. If B is gone and no other key
+extends A, A is evicted next. Exception: if A was used in a later call than B, A becomes the most recently used key.
 
-The only implementation of these rules in Python. Knows no files and no addresses: a `Space` assigns places, an
+The only implementation of these rules in Python. Has no files and no addresses: a `Space` assigns places, an
 `EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
-call does not depend on the number of keys. The indexes of tiers derive from the ledger or own one.
+call does not depend on the number of keys. An index of a tier derives from the ledger or owns one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridkv.tiers.ledger.policies import EvictionPolicy
 from hybridkv.tiers.ledger.states import E, KeyState, LedgerObserver, Space
 from hybridkv.tiers.tally import Tally
 
-# Looking up an enum member by name takes time, and these are used in every call.
+# Every call uses these enum members, and a lookup by name takes time.
 _RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
 _DELETED_WRITE, _DELETED_READ = KeyState.DELETED_WHILE_WRITTEN, KeyState.DELETED_WHILE_PINNED
 _MISS = LookupResult.MISS
@@ -43,15 +43,16 @@ _LISTS = (list, tuple)
 
 
 class KeyLedger(SyncLookups, Generic[E]):
-    """All keys of one tier. Used by one thread; other threads may read its tables, which are replaced, never emptied.
+    """All keys of one tier. Used by one thread. Other threads may read the tables: `forget_all` replaces the tables,
+    and does not empty them.
 
     Args:
         space: assigns places.
         order: chooses the next key to evict.
-        capacity_bytes: bound on the cost of all keys.
+        capacity_bytes: limit of the cost of all keys.
         observer: called for each step of the life of a key.
-        largest_bytes: bound on the cost of one key; None: the capacity.
-        max_keys: bound on the number of keys; None: unbounded.
+        largest_bytes: limit of the cost of one key; None: the capacity.
+        max_keys: limit of the number of keys; None: no limit.
     """
 
     def __init__(
@@ -70,28 +71,28 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._max_keys = sys.maxsize if max_keys is None else max_keys
         self.by_key: dict[Key, E] = {}
         self.evictable = order
-        """Committed and unpinned keys that no key extends: all that may be evicted now."""
+        """Committed and unpinned keys that no key extends: all keys that may be evicted now."""
         self._extends: dict[Key, Key] = {}
-        """The key that a key extends. Both are in `by_key`."""
+        """The key that each key extends. Both are in `by_key`."""
         self._last_use: dict[Key, int] = {}
-        """Number of the call that used a key last."""
+        """Number of the last call that used each key."""
         self._num_calls = 0
         self._extended_by: dict[Key, set[Key]] = {}
         self.evictable_bytes = 0
         """Bytes of all committed and unpinned keys."""
         self.reserved_now: dict[Key, E] = {}
-        """Keys that may be written now, deleted ones included."""
+        """Keys that may be written now, deleted keys included."""
         self.pinned_now: dict[Key, E] = {}
-        """Keys that may be read now, deleted ones included."""
-        # Sets answer for many keys in one call. `_held`: reserved or committed; `_pending`: reserved.
+        """Keys that may be read now, deleted keys included."""
+        # Sets, because one set operation looks up many keys. `_held`: reserved or committed; `_pending`: reserved.
         self._held: set[Key] = set()
         self._pending: set[Key] = set()
         self.used_bytes = 0
-        """Bytes in use, including rounding and deleted keys that are pending; never above `capacity_bytes`."""
+        """Bytes in use, including rounding and deleted keys; never above `capacity_bytes`."""
         self.generation = 0
-        """Changes whenever the answer of any lookup may have changed."""
+        """Number that changes whenever the result of any lookup may have changed."""
         self.is_closed = False
-        """If set, reservations are refused."""
+        """If True, reservations are refused."""
         self.tally = Tally()
         self._changes: ChangeFeed | None = None
         """Changed keys; None before `watch`."""
@@ -105,16 +106,16 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     @property
     def num_reserved(self) -> int:
-        """Keys that may be written now, deleted ones included."""
+        """Number of keys that may be written now, deleted keys included."""
         return len(self.reserved_now)
 
     @property
     def num_pinned(self) -> int:
-        """Keys that may be read now, deleted ones included."""
+        """Number of keys that may be read now, deleted keys included."""
         return len(self.pinned_now)
 
     def eviction_order(self) -> list[Key]:
-        """Committed and unpinned keys, in the iteration order of the `EvictionPolicy`; not those that a reserved or
+        """Committed and unpinned keys, in the iteration order of the `EvictionPolicy`. Without keys that a reserved or
         pinned key extends."""
         return list(self._victims(None))
 
@@ -164,10 +165,10 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._changes = self._changes or ChangeFeed()
 
     def take_changes(self) -> Changes:
-        """Keys with a changed answer since the last call."""
+        """Keys with a changed lookup result since the last call."""
         return self._changes.take() if self._changes is not None else Changes(set(), is_any=False)
 
-    # Reservations. The index calls `why_not`, `make_room` and `take`, and may add reasons of its own in between.
+    # Reservations. The index calls `why_not`, `make_room` and `take`, and may refuse for other reasons in between.
 
     def why_not(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
         """Reason why the ledger cannot reserve a key. Changes nothing and counts nothing."""
@@ -189,7 +190,8 @@ class KeyLedger(SyncLookups, Generic[E]):
         return Refusal.NO_ROOM
 
     def _victims(self, kept: Key | None) -> Iterator[Key]:
-        """Keys in the order of eviction, without `kept` and the keys that it extends, directly or not."""
+        """Keys in the order of eviction, without `kept` and the keys that `kept` extends, directly or through other
+        keys."""
         num_left: dict[Key, int] = {}
         later: list[Key] = []
         for leaf in chain(self.evictable, later):
@@ -209,12 +211,13 @@ class KeyLedger(SyncLookups, Generic[E]):
                 key = extended
 
     def make_room(self, cost: int, num_keys: int = 1, extends: Extends = ()) -> None:
-        """Evict until `cost` more bytes and `num_keys` more keys fit, or nothing is evictable. Keeps `extends`."""
+        """Evict until `cost` more bytes and `num_keys` more keys fit, or no key is evictable. Does not evict the first
+        held key of `extends`."""
         kept = self._first_held(extends)
         if kept is not None:
             if self._evictable_entry(kept) is not None:
                 self.evictable.forget(kept)
-            self._extended_by.setdefault(kept, set()).add(kept)  # in place of the new key
+            self._extended_by.setdefault(kept, set()).add(kept)  # stands for the new key
         while len(self.evictable) and (
             self.used_bytes + cost > self.capacity_bytes or len(self.by_key) + num_keys > self._max_keys
         ):
@@ -226,13 +229,13 @@ class KeyLedger(SyncLookups, Generic[E]):
         """Reserve space for a key, after `why_not` returned None and `make_room`.
 
         Args:
-            key: to reserve.
+            key: key to reserve.
             num_bytes: size of the chunk.
             cost: bytes of the capacity.
-            extends: keys; it extends the first of them that the ledger holds.
+            extends: keys; the chunk extends the first one that the ledger holds.
         """
         entry = self._space.take(key, num_bytes, cost)
-        extended = self._first_held(extends)  # before the key itself is held
+        extended = self._first_held(extends)  # before the new key itself is in `_held`
         self.by_key[key] = self.reserved_now[key] = entry
         self._held.add(key)
         self._pending.add(key)
@@ -247,11 +250,12 @@ class KeyLedger(SyncLookups, Generic[E]):
     # Life cycle of a key.
 
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
-        """Make committed keys the most recently used, the last one most. Other keys are ignored.
+        """Make committed keys the most recently used, in order: the last key becomes the most recent. Ignores other
+        keys.
 
         Args:
             keys: used keys.
-            extends: for each key, as for `take`; ignored for a key that extends another one already.
+            extends: for each key, as for `take`; ignored for a key that already extends another key.
         """
         keys = list(keys)
         self._num_calls += 1
@@ -267,7 +271,7 @@ class KeyLedger(SyncLookups, Generic[E]):
             self._observer.on_used(entry for entry in entries if entry.state is _COMMITTED and not entry.num_pins)
 
     def _evictable_entry(self, key: Key | None) -> E | None:
-        """Entry of a key that may be evicted now."""
+        """Entry of the key; None if the key may not be evicted now."""
         entry = None if key is None or key in self._extended_by else self.by_key.get(key)
         return entry if entry is not None and entry.state is _COMMITTED and not entry.num_pins else None
 
@@ -292,8 +296,8 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._extended_by.setdefault(extends, set()).add(key)
 
     def _unlink(self, key: Key) -> None:
-        """Remove a key from its chain: keys that extended it now extend its predecessor. If no key extends the
-        predecessor any more, that becomes evictable."""
+        """Remove a key from its chain: its successors now extend its predecessor. The predecessor becomes evictable if
+        no key extends it any more."""
         extended = self._extends.pop(key, None)
         for other in self._extended_by.pop(key, ()):
             del self._extends[other]
@@ -312,7 +316,7 @@ class KeyLedger(SyncLookups, Generic[E]):
                 self.evictable.track(extended, entry, is_next=is_next)
 
     def _track(self, key: Key, entry: E) -> None:
-        """Make a committed key evictable, once no key extends it."""
+        """Set the last use of a committed, unpinned key. The key becomes evictable if no key extends it."""
         self._last_use[key] = self._num_calls
         if key not in self._extended_by:
             self.evictable.track(key, entry)
@@ -324,7 +328,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self.evictable_bytes -= entry.cost
 
     def commit(self, key: Key) -> bool:
-        """Offer a reserved key: its bytes are stored. False if it was invalidated; its space is freed then."""
+        """Offer a reserved key: its bytes are stored. False if the key was invalidated; then frees its space."""
         return self.commit_all((key,))[0]
 
     def _commit(self, key: Key) -> bool:
@@ -344,12 +348,12 @@ class KeyLedger(SyncLookups, Generic[E]):
         return True
 
     def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        """`commit` of each, in order."""
+        """`commit` each key, in order."""
         self._num_calls += 1
         return [self._commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
-        """Free a reservation that will not be committed, also one that was invalidated."""
+        """Free a reservation that will not be committed; the key may be invalidated already."""
         entry = self.reserved_now.pop(key, None)
         if entry is None:
             raise self._wrong_state("abort", key)
@@ -370,15 +374,15 @@ class KeyLedger(SyncLookups, Generic[E]):
         return TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.text})")
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
-        """Delete a key: it is never offered again. False if it is not offered or reserved."""
+        """Delete a key: the stored bytes are never offered again. False if the key is not committed or reserved."""
         return self.withdraw(key) is not None
 
     def invalidate_all(self, keys: Iterable[Key]) -> int:
-        """`invalidate` of each; returns how many were deleted."""
+        """`invalidate` each key; returns the number of deleted keys."""
         return sum(self.withdraw(key) is not None for key in keys)
 
     def withdraw(self, key: Key) -> E | None:
-        """`invalidate` that returns the deleted entry, None if there is none."""
+        """`invalidate` that returns the deleted entry; None if no key was deleted."""
         entry = self.by_key.get(key)
         if entry is None or entry.state.result is _MISS:
             return None
@@ -409,13 +413,13 @@ class KeyLedger(SyncLookups, Generic[E]):
         return entry.slot
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
-        """`pin` all keys, or none and return None if one is not a HIT."""
+        """`pin` all keys and return their slots. None, and no change, if one of the keys is not a HIT."""
         if not (self._held.issuperset(keys) and self._pending.isdisjoint(keys)):
             return None
         return [slot for slot in map(self.pin, keys) if slot is not None]
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
+        """Undo one `pin`. The last `unpin` makes the key the most recently used, or frees a deleted key."""
         self.unpin_all((key,))
 
     def _unpin(self, key: Key) -> None:
@@ -434,7 +438,7 @@ class KeyLedger(SyncLookups, Generic[E]):
             self._forget(key, entry)
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
-        """`unpin` of each, in order."""
+        """`unpin` each key, in order."""
         self._num_calls += 1
         for key in keys:
             self._unpin(key)
@@ -442,14 +446,14 @@ class KeyLedger(SyncLookups, Generic[E]):
     # Eviction.
 
     def evict_next(self) -> E:
-        """Evict the next key. There must be an evictable one."""
+        """Evict the next key. `evictable` must not be empty."""
         key, entry = self.evictable.pick()
         self.evictable_bytes -= entry.cost
         self._evicted(key, entry)
         return entry
 
     def evict(self, key: Key) -> None:
-        """Evict a committed, unpinned key out of order, also one that others extend."""
+        """Evict a committed, unpinned key out of order, even if other keys extend it."""
         self._untrack(key, self.by_key[key])
         self._evicted(key, self.by_key[key])
 
@@ -463,10 +467,10 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._forget(key, entry)
 
     def forget_all(self) -> int:
-        """`invalidate` every key at once, without a call of the observer. Returns the number of deleted keys.
+        """`invalidate` every key at once, without calls of the observer. Returns the number of deleted keys.
 
-        Replaces the tables by copies of the pinned and reserved entries, so the cost does not depend on the other keys,
-        and other threads can still read the old tables.
+        Replaces the tables by copies of the pinned and reserved entries. So the cost does not depend on the number of
+        other keys, and other threads can still read the old tables.
         """
         num_withdrawn = len(self._held)
         self.evictable.clear()
@@ -508,6 +512,6 @@ class KeyLedger(SyncLookups, Generic[E]):
 
 
 def _deleted(entry: E) -> E:
-    """Copy of an entry, deleted and pending."""
+    """Copy of an entry, in the deleted state."""
     state = _DELETED_READ if entry.num_pins else _DELETED_WRITE
     return msgspec.structs.replace(entry, state=state)

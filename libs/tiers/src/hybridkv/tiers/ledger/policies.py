@@ -1,6 +1,6 @@
-"""Eviction orders: a protocol for policies, and least recently used.
+"""Eviction policies: the protocol, and the LRU policy.
 
-An order contains only the keys that may be evicted now. Sizes, states and pins are in the ledger.
+A policy contains only the keys that may be evicted now. Sizes, states and pins are in the ledger.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ OrderedE = TypeVar("OrderedE")
 
 
 class EvictionPolicy(Protocol[OrderedE]):
-    """Chooses the next key to evict among those that it tracks. The cost of a call does not depend on their number."""
+    """Chooses the next key to evict among the tracked keys. The cost of a call does not depend on the number of tracked
+    keys."""
 
     def track(self, key: Key, entry: OrderedE, *, is_next: bool = False) -> None:
-        """Add a key, as the most recently used, or as the next to be evicted. It is not tracked yet."""
+        """Add a key as the most recently used key, or with `is_next` as the next key to evict. The key must not be
+        tracked yet."""
         ...
 
     def touch(self, keys: Iterable[Key]) -> int:
-        """Record a use of keys, in order. Untracked keys are ignored; returns their number."""
+        """Mark keys as used, in order. Ignores untracked keys, and returns their number."""
         ...
 
     def pick(self) -> tuple[Key, OrderedE]:

@@ -1,4 +1,4 @@
-"""Entries of a ledger, and the protocols of a space and an observer. Decides nothing."""
+"""Entries of a ledger, and the protocols of a space and an observer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class KeyState(enum.Enum):
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One key of a ledger. A subclass has the place of its bytes.
+    """One key of a ledger. A subclass adds the place of the bytes.
 
-    Not tracked by the garbage collector: entries are in no cycles, and there may be millions.
+    Not tracked by the garbage collector: entries are in no cycles, and a ledger may have millions.
     """
 
     cost: int
-    """Bytes of the capacity that it uses. Entries of one size share the integer: there are few sizes and many keys."""
+    """Bytes of the capacity that the key uses. Keys of one size share one integer object: few sizes, many keys."""
     state: KeyState
     num_pins: int
 
@@ -46,7 +46,7 @@ E_contra = TypeVar("E_contra", bound=Entry, contravariant=True)
 
 
 class Space(Protocol[E]):
-    """Assigns and frees the space of a tier. The ledger never requests more than the free space."""
+    """Space of a tier: assigns and frees places. The ledger never requests more than the free space."""
 
     def take(self, key: Key, num_bytes: int, cost: int) -> E:
         """Assign space, and return a reserved entry. The ledger counts `cost`."""
@@ -57,15 +57,15 @@ class Space(Protocol[E]):
         ...
 
     def keep_only(self, entries: Iterable[E]) -> None:
-        """Free the space of all other entries, without a loop over them."""
+        """Free the space of all other entries, without a loop over these."""
         ...
 
 
 class LedgerObserver(Protocol[E_contra]):
-    """Callbacks for changes of a key's state, and for its uses."""
+    """Callbacks for state changes and uses of a key."""
 
     def on_written(self, entry: E_contra) -> None:
-        """The write ended: the entry is committed, or about to be freed."""
+        """The write ended: the entry is committed, or is freed next."""
         ...
 
     def on_pinned(self, entry: E_contra) -> None:
@@ -73,11 +73,11 @@ class LedgerObserver(Protocol[E_contra]):
         ...
 
     def on_unpinned(self, entry: E_contra) -> None:
-        """The entry lost its last pin: it is committed, or about to be freed."""
+        """The entry lost its last pin: the entry is committed, or is freed next."""
         ...
 
     def on_used(self, entries: Iterable[E_contra]) -> None:
-        """Evictable entries were touched."""
+        """Committed, unpinned entries were touched."""
         ...
 
     def on_deleted(self, entry: E_contra) -> None:

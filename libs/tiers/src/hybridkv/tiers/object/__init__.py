@@ -5,6 +5,7 @@ manifests/          finds, writes and renews manifests, on a thread of its own; 
 keep_alive.py       renews objects in use before the store expires them
 sweeping.py         deletes least recently used objects, and leftovers of killed engines
 packs.py            assigns chunks to packs
+store_checks.py     lookups before stores
 medium.py           each rank's medium: writes packs, reads ranges of them
 format/             byte formats of packs, manifests and epoch marks; FORMAT.md
 names.py            object names

@@ -1,6 +1,6 @@
 """Size-limited reads of small objects.
 
-The size arrives before the body, so an object that is too large is not read. `ReadMemoryLimit` bounds the memory of all
+The size arrives before the body, so an object that is too large is not read. `ReadMemoryLimit` limits the memory of all
 reads together.
 """
 

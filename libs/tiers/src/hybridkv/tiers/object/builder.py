@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECRET_PURPOSE = b"object store"
-"""A fleet's secret for its store is derived from the content of `secret_file` for this purpose."""
+"""Purpose for which a secret is derived from the content of `secret_file`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StoreLocation:
     Args:
         url: URL of the store, with the prefix of all object names.
         settings: settings of the client, by obstore's names.
-        secret: shared by all engines of the fleet; empty if every writer is trusted.
+        secret: secret that all engines of the fleet share; empty if every writer is trusted.
     """
 
     url: str
@@ -51,15 +51,15 @@ class StoreLocation:
         """Open the store.
 
         Raises:
-            TierConfigurationError: it cannot be opened.
+            TierConfigurationError: the store cannot be opened.
         """
         return open_object_store(self.url, dict(self.settings), options, has_secret=bool(self.secret))
 
     def require_host(self) -> None:
-        """Check that this host has what the store needs: a client, or a directory. Creates nothing, sends nothing.
+        """Check that this host has the client or the directory that the store needs. Creates and sends nothing.
 
         Raises:
-            TierConfigurationError: it lacks something.
+            TierConfigurationError: the client or the directory is missing or not usable.
         """
         if not is_directory(self.url):
             self.open(ObjectOptions())
@@ -79,8 +79,8 @@ def open_index(
     *,
     clears_all: bool = False,
 ) -> ObjectIndex:
-    """Build the scheduler's index. Checks first that the store has the features it needs, or later if the store cannot
-    be reached now.
+    """Build the scheduler's index. Checks first that the store has all needed features. If the store cannot be reached
+    now, the check follows later.
 
     Args:
         depot: location and secret.
@@ -111,5 +111,5 @@ def open_index(
 
 
 def open_medium(depot: StoreLocation, rank: int, options: ObjectOptions) -> ObjectMedium:
-    """Build a rank's medium. It opens the store at the first load or store."""
+    """Build a rank's medium. The medium opens the store at its first load or store."""
     return ObjectMedium(lambda: depot.open(options), depot.seals, rank, options)

@@ -37,14 +37,14 @@ News = LookupAnswered | LookupFailed | EpochChanged
 
 
 class StoreCounts(NamedTuple):
-    """Objects of a store since the last call.
+    """Counts of objects of a store since the last call.
 
     Args:
-        duplicates: chunks that this engine stored, though another one had stored them.
+        duplicates: chunks that this engine stored although another engine had stored them already.
         renewed: objects in use that were written again.
-        renewals_dropped: manifests in use that were not checked, because too many wait.
+        renewals_dropped: manifests in use that were not checked, because too many manifests wait.
         renewals_failed: manifests in use that could not be checked or renewed.
-        swept: objects that were deleted to keep the bound of a directory.
+        swept: objects that a sweep of the directory deleted.
         sweeps_failed: objects that could not be deleted.
     """
 
@@ -61,7 +61,7 @@ class ObjectClient(LookupClient, Protocol):
 
     @property
     def namespace(self) -> str | None:
-        """Name prefix of the current epoch. None until the store was reached; until then nothing can be stored."""
+        """Name prefix of the current epoch. None until the store was reached; before that, no chunk can be stored."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class ObjectClient(LookupClient, Protocol):
     def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
         """Start a lookup of keys in prefix order. False if it cannot be sent; then no answer comes.
 
-        One before a store (`is_for_store`) waits while those of requests run.
+        Lookups above the limit wait. Of these, lookups of requests start before lookups for a store (`is_for_store`).
         """
         ...
 
@@ -89,8 +89,8 @@ class ObjectClient(LookupClient, Protocol):
         ...
 
     def retract(self, key: Key, place: PackPlace) -> None:
-        """Report missing or wrong bytes. Later lookups do not return this place for a while, and manifests that list it
-        are rewritten."""
+        """Report missing or wrong bytes. Later lookups do not return this place for a while. Manifests that list it are
+        replaced after the chunk is stored again."""
         ...
 
     def clear(self, *, is_for_all: bool) -> None:

@@ -1,8 +1,8 @@
 """Object store in a directory: the subset of obstore's interface that this tier uses. Follows no symbolic link.
 
-An object is a file, written under a temporary name and then linked or renamed. The directory belongs to one user, as
-that of the disk tier, or is shared. In a shared directory links and special files are refused too, and only content
-sealed with the fleet's secret can be trusted.
+An object is a file, written under a temporary name and then linked or renamed. The directory belongs to one user, like
+the directory of the disk tier, or is shared. In a shared directory, links and special files are refused too, and only
+content sealed with the fleet's secret can be trusted.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ _LOCK_NAME = "sweep.lock"
 _MAX_LEVELS = 4
 """Depth of the directories of an object."""
 _PACK_SLASHES = 3
-"""Only objects of packs have a directory of their own, that nothing else uses."""
+"""Slashes in the name of a pack's object. Only a pack has its own directory, which is removed with its last object."""
 _LISTED = 256
-"""Objects in one piece of a list."""
+"""Number of objects in one piece of a list."""
 _PIECE_BYTES = 1 << 20
 """Size of one read."""
 _FIRST_S, _LAST_S = 0.0, datetime(9999, 12, 31, tzinfo=UTC).timestamp()
-"""Times outside of this range are shown as its ends: anyone may set any time, and no date expresses them all."""
+"""Range of file times. Other times are reported as the nearer end: a user may set any time, but a `datetime` cannot
+express all of them."""
 _NUM_THREADS = 16
 """Threads for asynchronous calls."""
 
@@ -79,8 +80,8 @@ def path_of(url: str) -> str:
 class DirectoryStore:
     """Objects in one directory. Thread-safe. Keeps no file open between calls.
 
-    Errors are those of obstore: `FileNotFoundError` if there is no object, or the file is not one; `AlreadyExistsError`
-    of a put; otherwise `OSError`.
+    Raises the errors of obstore: `FileNotFoundError` if there is no object, or the file is no object;
+    `AlreadyExistsError` from `put`; `NotModifiedError` from `get`; otherwise `OSError`.
 
     Args:
         path: path of the directory, from `path_of`; the parent must exist.
@@ -96,13 +97,14 @@ class DirectoryStore:
         self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-files")
         self._has_logged_failure = False
         self.num_unlisted = 0
-        """Directories of namespaces that could not be opened, since the start: lists lack their objects."""
+        """Number of files and directories of namespaces that could not be opened, since the start. Lists do not contain
+        them."""
 
     def check(self) -> None:
         """Create the directory if needed, and warn if other users could replace it.
 
         Raises:
-            TierConfigurationError: it cannot be used.
+            TierConfigurationError: the directory cannot be used.
 
         """
         try:
@@ -152,7 +154,7 @@ class DirectoryStore:
                 raise AlreadyExistsError(f"Object at location {path} already exists") from None
             finally:
                 with contextlib.suppress(OSError):
-                    directory.remove_file(temporary)  # a full disk needs the room
+                    directory.remove_file(temporary)  # frees space on a full disk
 
     def get(self, path: str, *, options: Any = None) -> StoredFile:
         """Open an object or a range of it. The bytes are read on iteration.
@@ -181,7 +183,7 @@ class DirectoryStore:
         return self.get(path).object_meta(path)
 
     def renew(self, path: str) -> None:
-        """Set the time of the last write to now. Another user's object in a shared directory is written anew."""
+        """Set the time of the last write to now. Another user's object in a shared directory is written again."""
         try:
             with self._directory(path, create=False) as (directory, name):
                 fd = directory.open_file(name, os.O_RDONLY)
@@ -193,7 +195,7 @@ class DirectoryStore:
             self.put(path, [*self.get(path)])
 
     def delete(self, paths: str | Sequence[str]) -> None:
-        """Delete objects, and the directory of a pack with the last of its objects."""
+        """Delete objects. Also removes the directory of a pack with its last object."""
         for path in [paths] if isinstance(paths, str) else paths:
             with (
                 contextlib.suppress(FileNotFoundError),
@@ -207,8 +209,8 @@ class DirectoryStore:
                 self._remove_directory(path.rpartition("/")[0])
 
     def list(self) -> Iterator[Sequence[ObjectMeta]]:
-        """All objects and temporary files, in no order, some at a time. Links, special files and directories that
-        cannot be opened are left out."""
+        """All objects and temporary files, in no order, in pieces. Links, special files and directories that cannot be
+        opened are left out."""
         try:
             root = Directory.root(self._io, self._path, False, self._may_be_shared)
         except FileNotFoundError:
@@ -244,8 +246,8 @@ class DirectoryStore:
                     child.close()
 
     def remove_empty_directories(self, before_s: float) -> int:
-        """Remove directories of packs and namespaces that are empty and were changed before this time, such as those
-        that a kill left. Returns their number."""
+        """Remove empty directories of packs and namespaces that were last changed before this time, such as those of
+        killed engines. Returns the number of removed directories."""
         removed = 0
         try:
             root = Directory.root(self._io, self._path, False, self._may_be_shared)
@@ -284,8 +286,8 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Lock the directory against other sweepers. False if another process has locked it. Where the file system has
-        no locks, nothing is locked: two sweepers delete more than one, and nothing wrong."""
+        """Lock the directory against other sweepers. False if another process has locked it. If the file system has no
+        locks, True without a lock: two sweepers may then delete more objects than one."""
         root = Directory.root(self._io, self._path, False, self._may_be_shared)
         try:
             fd = root.open_file(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
@@ -306,8 +308,8 @@ class DirectoryStore:
             root.close()
 
     def clock_ahead_s(self) -> float:
-        """How far the clock of the file system is ahead of this host's, in seconds. Touches the lock file; needs no
-        room on the disk if it exists.
+        """Seconds by which the clock of the file system is ahead of this host's clock. Touches the lock file. Needs no
+        space on the disk if the lock file exists.
 
         Raises:
             OSError: the lock file cannot be created or touched.
@@ -366,14 +368,14 @@ class DirectoryStore:
                 directory.close()
 
     def _log_failure(self, error: OSError) -> None:
-        """Log a foreign file, at warning level once. It counts as a miss."""
+        """Log a foreign file: the first one as a warning, others at debug level. The file counts as a miss."""
         log = logger.debug if self._has_logged_failure else logger.warning
         log("%s %s: not an object, ignored", error.filename, error.strerror)
         self._has_logged_failure = True
 
 
 class StoredFile:
-    """An opened object, or a range of it. The file is closed with this instance."""
+    """An opened object, or a range of it. The file is closed when this instance is deleted."""
 
     def __init__(self, io: FileIO, fd: int, part: tuple[int, int] | None, pool: DaemonPool) -> None:
         self._io = io
@@ -403,7 +405,7 @@ class StoredFile:
         self._at = offset
 
     def read_into(self, views: Sequence[memoryview]) -> int:
-        """Fill views of bytes, one after the other. Returns the number of bytes: fewer than room at the object's end.
+        """Fill byte views in order. Returns the number of bytes read: less than the room if the object ends first.
 
         Faster than iteration, which copies the bytes once more.
         """
@@ -444,5 +446,5 @@ async def _result(pool: DaemonPool, call: Callable[..., Any], *arguments: Any) -
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a component of an object name is valid. Names in manifests are untrusted."""
+    """True if a component of an object name is valid. Names in manifests are untrusted."""
     return _PLAIN.fullmatch(name) is not None

@@ -36,7 +36,7 @@ class _Budget:
         self._at_s = clock()
 
     def is_left(self) -> bool:
-        """Whether anything may be spent now."""
+        """True if the budget is not used up."""
         if self._per_s is None:
             return True
         now_s = self._clock()
@@ -74,7 +74,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._num_packs = 0
         self._checks = StoreChecks(self._tracker, self._start_check, options.check_timeout_s, clock)
         self._is_checking = False
-        """`_send` is called for a lookup before a store."""
+        """True while `_send` is called for a lookup before a store."""
         self._bytes_budget = _Budget(options.store_bytes_per_s, clock)
         self._packs_budget = _Budget(options.store_packs_per_s, clock)
 
@@ -125,7 +125,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     # Storing.
 
     def prepare_stores(self, keys: Sequence[Key]) -> None:
-        """As `BatchedIndex` says. Does nothing while nothing can be stored."""
+        """See `BatchedIndex`. Does nothing while no chunk can be stored."""
         if self._is_storable() and self._bytes_budget.is_left() and self._packs_budget.is_left():
             self._poll_events()
             self._checks.prepare(keys)
@@ -141,7 +141,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         return self._client.namespace is not None and self._client.takes_objects
 
     def end_batch(self) -> None:
-        """As `BatchedIndex` says."""
+        """See `BatchedIndex`."""
         self._publish(self._packs.end_batch())
 
     def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> PackPlace | Refusal:

@@ -1,7 +1,7 @@
 """Inspects and verifies an object store without an engine. Changes nothing.
 
-The list of objects is read in pieces, and one chunk is in memory at a time. Engines may use the store meanwhile; what
-they delete counts as gone.
+The list of objects is read in pieces, and one chunk is in memory at a time. Engines may use the store meanwhile;
+objects that they delete count as gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hybridkv.tiers.object.store import Store
 
 MAX_DAMAGES = 1000
-"""Damages that are listed; all are counted."""
+"""Limit of listed damages. All damages are counted."""
 
 
 class ObjectCacheReport(msgspec.Struct):
@@ -34,16 +34,16 @@ class ObjectCacheReport(msgspec.Struct):
 
     Args:
         name: namespace, in hexadecimal.
-        cache: name of the cache if this is its current epoch by a mark in the store, else empty: then it is the first
-            epoch of a cache without a mark, or one that a reset ended.
+        cache: name of the cache, if a mark in the store names this epoch as the current one. Else empty: the first
+            epoch of a cache without a mark, or an epoch that a reset ended.
         epoch: the current epoch; 0 if unknown.
         num_packs: objects with chunks, over all ranks.
-        pack_bytes: their size.
+        pack_bytes: size of these objects.
         num_manifests: manifests.
-        manifest_bytes: their size.
-        oldest_s: earliest last write of these objects, in seconds since 1970.
+        manifest_bytes: size of the manifests.
+        oldest_s: earliest last write of packs and manifests, in seconds since 1970.
         newest_s: latest last write.
-        num_leftovers: checks, halves of copies and unfinished files, also those of running engines.
+        num_leftovers: objects of checks, unfinished copies and unfinished files, also those of running engines.
     """
 
     name: str
@@ -62,9 +62,9 @@ class ObjectStoreReport(msgspec.Struct):
     """Contents of a store.
 
     Args:
-        caches: the last written first.
+        caches: caches by epoch, the last written first.
         num_other: objects that are not hybridkv's.
-        other_bytes: their size.
+        other_bytes: size of these objects.
     """
 
     caches: list[ObjectCacheReport]
@@ -77,9 +77,9 @@ class ObjectDamage(msgspec.Struct, frozen=True):
 
     Args:
         name: name of the object.
-        offset: offset of the chunk in it; -1 of a manifest.
-        reason: as a load gives it.
-        detail: in words.
+        offset: offset of the chunk in the object; -1 for the whole object.
+        reason: `FailureReason`, as of a load.
+        detail: description.
     """
 
     name: str
@@ -89,16 +89,17 @@ class ObjectDamage(msgspec.Struct, frozen=True):
 
 
 class ObjectVerifyReport(msgspec.Struct):
-    """Result of reading everything.
+    """Result of reading all objects.
 
     Args:
         num_records: chunks that were read, each rank's part counted.
         num_manifests: manifests that were read.
         num_damaged: chunks and manifests that an engine would refuse.
-        num_incomplete: manifests that list a pack that is gone. An engine finds the prefix, and then computes.
-        num_other_secret: chunks and manifests that are whole, but not sealed with this secret.
+        num_incomplete: manifests that list a pack that is gone. An engine finds the prefix, fails to load it, and
+            computes it.
+        num_other_secret: intact chunks and manifests that are sealed with a secret, if no secret was passed.
         num_unread: objects that could not be read.
-        damages: damages, at most `MAX_DAMAGES`.
+        damages: damages, and incomplete and unread objects, at most `MAX_DAMAGES`.
     """
 
     num_records: int = 0
@@ -115,7 +116,7 @@ class ObjectVerifyReport(msgspec.Struct):
 
 
 def inspect_objects(store: Store, on_progress: Callable[[int], None] = lambda number: None) -> ObjectStoreReport:
-    """Contents of a store, by its list of objects.
+    """Contents of a store, from its list of objects.
 
     Args:
         store: the store.
@@ -177,7 +178,7 @@ class ObjectVerifier:
 
     Args:
         store: the store.
-        seals: seals of the fleet. Without a secret only checksums are compared where seals are keyed.
+        seals: seals of the fleet. Without a secret, keyed seals are not checked, only checksums.
         on_progress: called with the number of objects so far.
     """
 
@@ -188,7 +189,7 @@ class ObjectVerifier:
         self._report = ObjectVerifyReport()
 
     def run(self) -> ObjectVerifyReport:
-        """Read everything.
+        """Read all objects.
 
         Raises:
             Exception: (obstore or the system) the store cannot be listed.
@@ -226,7 +227,8 @@ class ObjectVerifier:
                 self._damaged(name, offset, failure)
 
     def _records(self, name: str, size: int) -> Iterator[tuple[int, Failure | None]]:
-        """Offset of each record, and why a load refuses it. Ends at the first place where no record begins."""
+        """Offset of each record, and the failure of its load, else None. Ends at the first place where no record
+        begins."""
         stream = RangeStream(self._store.get(name).stream(min_chunk_size=1), 0)
         rank = int(name.rpartition("/")[2])
         while True:

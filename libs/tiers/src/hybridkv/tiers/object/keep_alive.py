@@ -1,12 +1,12 @@
 """Keeps manifests and packs in use alive in a store that deletes objects after a time to live.
 
-A store counts an object's life from its last write, so an object that is used in the second half of its life is written
-again. So objects that are used once in each half stay. Packs are written before the manifest that lists them. Packs of
-a new or old manifest are renewed from a quarter of the time to live on, so they are never older than their manifest
-by more than that; the oldest pack decides when they are checked again.
+A store counts an object's life from its last write. So an object that is used in the second half of its life is written
+again, and an object that is used once in each half stays. Packs are written before the manifest that lists them. When a
+manifest is new or renewed, its packs older than a quarter of the time to live are renewed. So a pack is never older
+than its manifest by more than a quarter. The oldest pack sets the time of the next check.
 
-Ages are measured by the store's clock. Requests are limited to an average rate; every engine that uses an object checks
-its age first, so one renewal is enough for the fleet.
+Ages are measured by the store's clock. Requests are limited to an average rate. Each engine checks the age of an object
+before it renews the object, so one renewal is enough for the fleet.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_MANIFESTS = 65_536
-"""Manifests with a known or unknown time of their last write; the least recently used are forgotten."""
+"""Limit of remembered manifests. The least recently used are forgotten."""
 MAX_PACKS = 65_536
 MAX_WAITING = 1024
-"""Manifests that wait for their renewal. One more is dropped and counted; its next use tries again."""
+"""Limit of manifests that wait for a check. Further manifests are dropped and counted; their next use tries again."""
 CLOCK_CHECK_S = 3600.0
 """Interval of the comparisons of this host's clock with the store's."""
 RETRY_S = 60.0
@@ -50,9 +50,9 @@ _NEVER_CHECKED = -float("inf")
 class _KnownManifest:
     name: str
     due_s: float = _NEVER_CHECKED
-    """When its age has to be checked."""
+    """Time of the next check of its age."""
     has_unchecked_packs: bool = False
-    """It was written now, and may list packs that are old already."""
+    """True if the manifest was written since the last check, and may list old packs."""
 
 
 class RenewalPace(NamedTuple):
@@ -68,11 +68,11 @@ class RenewalPace(NamedTuple):
 
 
 class RenewalCounts(NamedTuple):
-    """Objects since the start.
+    """Counts of objects since the start.
 
     Args:
         renewed: objects that were written again.
-        dropped: manifests in use that were not checked, because too many wait.
+        dropped: manifests in use that were not checked, because too many manifests wait.
         failed: manifests that could not be checked or renewed.
     """
 
@@ -88,9 +88,9 @@ class KeepAlive:
         store: the store.
         cache: name of the cache, under which objects are copied.
         world_size: number of ranks with an object in each pack.
-        pace: how long objects live, and the limit of requests.
+        pace: life of an object, and limit of requests.
         read: reads the path of a manifest, and its bytes; None if it is missing or unusable.
-        clock_ahead: how far the store's clock is ahead of this host's, in seconds.
+        clock_ahead: returns the seconds by which the store's clock is ahead of this host's clock.
         clock: seconds, of this host.
     """
 
@@ -117,7 +117,7 @@ class KeepAlive:
         self._manifests: OrderedDict[bytes, _KnownManifest] = OrderedDict()
         """By prefix, the least recently used first."""
         self._packs: OrderedDict[str, float] = OrderedDict()
-        """Last known write of each pack, of the rank with the oldest object."""
+        """Time of the last known write of each pack, for the rank with the oldest object."""
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._ahead_s = 0.0
         """Seconds by which the store's clock is ahead of this host's wall clock."""
@@ -127,26 +127,26 @@ class KeepAlive:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether `renew_waiting` has something to do."""
+        """True if `renew_waiting` has work."""
         return bool(self._waiting)
 
     def found(self, prefix: bytes, name: str) -> None:
-        """A manifest was read. Its age is unknown."""
+        """Record a manifest that was read. Its age is unknown."""
         if prefix not in self._manifests:
             _put(self._manifests, prefix, _KnownManifest(name), MAX_MANIFESTS)
 
     def written(self, prefix: bytes, name: str) -> None:
-        """A manifest was written now. Packs of others that it lists are checked at once."""
+        """Record a manifest that was written now. Queues a check, because it may list old packs of other engines."""
         _put(self._manifests, prefix, _KnownManifest(name, has_unchecked_packs=True), MAX_MANIFESTS)
         self.use([prefix])
 
     def stored(self, packs: Iterable[str]) -> None:
-        """Packs were written now."""
+        """Record packs that were written now."""
         for pack in packs:
             _put(self._packs, pack, self._clock(), MAX_PACKS)
 
     def use(self, prefixes: Iterable[bytes]) -> None:
-        """A request uses these prefixes: queue their manifests that may have to be renewed."""
+        """Queue the manifests of used prefixes that are due for a check."""
         now_s = self._clock()
         for prefix in prefixes:
             found = self._manifests.get(prefix)
@@ -161,7 +161,7 @@ class KeepAlive:
             self._waiting[prefix] = None
 
     def clear(self) -> None:
-        """Forget everything: another epoch begins."""
+        """Forget everything. Called when another epoch begins."""
         self._manifests.clear()
         self._packs.clear()
         self._waiting.clear()
@@ -189,7 +189,7 @@ class KeepAlive:
         """Renew a manifest and its packs if needed. Returns the time of the next check.
 
         Raises:
-            FileNotFoundError: the manifest, or a pack that it lists, is gone. Then nothing keeps the rest alive.
+            FileNotFoundError: the manifest, or a pack that it lists, is gone. Then the other objects are not renewed.
             Exception: (obstore) a request failed.
         """
         name, now_s = manifest.name, self._clock()
@@ -199,7 +199,7 @@ class KeepAlive:
         age_s = await self._age_s(name)
         written_s, is_old = now_s - age_s, age_s >= self._half_s
         if age_s < self._quarter_s and not manifest.has_unchecked_packs:
-            return written_s + self._quarter_s  # its packs may be older by a quarter
+            return written_s + self._quarter_s  # its packs may be older than the manifest by a quarter
         found = await self._limited(lambda: self._read(prefix, name))
         if found is None:
             raise FileNotFoundError(name)
@@ -217,21 +217,22 @@ class KeepAlive:
         return min(written_s, oldest_s) + self._half_s
 
     async def _renew_manifest(self, prefix: bytes, name: str, data: bytes) -> bool:
-        """Write a manifest again. False if another engine replaced it since these bytes were read: the packs may have
-        taken minutes."""
+        """Write a manifest again. False if another engine replaced it since these bytes were read: the renewal of the
+        packs may take minutes."""
         if isinstance(self._store, DirectoryStore):
             await self._renew(name)
             return True
         found = await self._limited(lambda: self._read(prefix, name))
         if found is None or found[1] != data:
             return False
-        self._next_request_s += self._interval_s  # the put does not wait, but counts
+        self._next_request_s += self._interval_s  # the put does not wait, but counts as a request
         await self._store.put_async(name, data, use_multipart=False)
         self.num_renewed += 1
         return True
 
     async def _renew_pack(self, pack: str, from_age_s: float) -> float:
-        """Renew the objects of a pack that are so old. Returns the earliest last write, by this host's clock."""
+        """Renew the objects of a pack that are at least this old. Returns the time of the earliest last write, by this
+        host's clock."""
         written_s = self._packs.get(pack, _NEVER_CHECKED)
         if self._clock() - written_s < from_age_s:
             return written_s
@@ -247,7 +248,7 @@ class KeepAlive:
         return oldest_s
 
     async def _renew(self, name: str) -> None:
-        """Write an object again, without its bytes on this host."""
+        """Renew an object: by its file time in a directory, else by two copies in the store, without a download."""
         store = self._store
         if isinstance(store, DirectoryStore):
             await self._limited(lambda: store.renew_async(name))
@@ -267,7 +268,7 @@ class KeepAlive:
         return max(0.0, time.time() + self._ahead_s - meta["last_modified"].timestamp())
 
     async def _limited(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        """Make a request when the rate permits it."""
+        """Send a request as soon as the rate permits it."""
         now_s = time.monotonic()
         at_s = self._next_request_s = max(self._next_request_s + self._interval_s, now_s)
         if at_s > now_s:
@@ -276,7 +277,7 @@ class KeepAlive:
 
     @property
     def counts(self) -> RenewalCounts:
-        """Counts since the start. They only grow, so that another thread may read them."""
+        """Counts since the start. They never decrease, so another thread may read them."""
         return RenewalCounts(self.num_renewed, self.num_dropped, self.num_failed)
 
 

@@ -1,6 +1,6 @@
 """Medium of one rank for an object store: writes packs and reads ranges of them.
 
-The stores of one flush go into one object per pack; adjacent loads are read as one range. A few threads do the
+The stores of one flush and one pack become one object. Adjacent loads are read as one range. A few threads send the
 requests. A load succeeds only if header, checksum and seal match the bytes.
 """
 
@@ -73,7 +73,7 @@ class ObjectMedium(RemoteMedium):
     Args:
         open_store: opens the store; called on a thread of the medium.
         seals: seals of the fleet.
-        rank: rank of the moved parts.
+        rank: rank of this medium.
         options: limits.
     """
 
@@ -134,8 +134,8 @@ class ObjectMedium(RemoteMedium):
         return super().drain(timeout_s)
 
     def close(self) -> None:
-        """End all operations; those not started fail with CLOSED. Requests that take longer than `close_timeout_s` are
-        abandoned."""
+        """End all operations. Operations that have not started fail with CLOSED. Requests that take longer than
+        `close_timeout_s` are abandoned."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -174,7 +174,7 @@ class ObjectMedium(RemoteMedium):
                 return
             try:
                 work(pack, moves)
-            except Exception:  # keep the thread; the cause is a bug
+            except Exception:  # a bug must not end the thread
                 logger.exception("a pack could not be moved")
 
         try:
@@ -193,7 +193,7 @@ class ObjectMedium(RemoteMedium):
             return self._store
 
     def _write(self, pack: str, moves: list[_PackMove]) -> None:
-        """Write one pack object. Places of failed chunks are filled with zeros."""
+        """Write one pack object. Places of chunks without a store are filled with zeros."""
         name = rank_name(pack, self._rank)
         moves.sort(key=lambda move: move.slot.offset)
         checksums: list[bytes] = []
@@ -216,8 +216,8 @@ class ObjectMedium(RemoteMedium):
             self._end(Completion(move.ticket, checksum=checksum))
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
-        """Read one range. Chunks that are wrong or missing are read once more by another range, in case a proxy or
-        cache on the way is faulty."""
+        """Read one range. Wrong or missing chunks are read once more with another range, because a proxy or cache
+        between may be faulty."""
         bad = self._read_from(pack, run, run[0].slot.offset, is_last=False)
         if bad:
             first = 0 if bad[-1].end <= READ_BYTES else bad[0].slot.offset
@@ -248,7 +248,7 @@ class ObjectMedium(RemoteMedium):
         return bad
 
     def _taken(self, stream: RangeStream | StoredFile, name: str, batch: Sequence[_PackMove]) -> list[Completion]:
-        """Read chunks that follow each other, and check each."""
+        """Read chunks in order of their offsets, and check each chunk."""
         first = at = batch[0].slot.offset
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in batch]
         views: list[memoryview] = []
@@ -264,7 +264,7 @@ class ObjectMedium(RemoteMedium):
         ]
 
     def _checked(self, move: _PackMove, name: str, header: memoryview, checksum: bytes, end: int) -> Completion:
-        """Result of a chunk that was read, from an object with bytes up to `end`."""
+        """Completion of a chunk that was read. `end`: offset after the last byte that was read."""
         place = PartPlace(name, self._rank, move.slot.offset)
         head = bytes(header[: max(0, end - place.offset)])
         failure: Failure | None = None
@@ -337,7 +337,7 @@ class RangeStream:
         return bytes(data)
 
     def read_into(self, views: Sequence[memoryview]) -> int:
-        """Fill views of bytes, one after the other. Returns the number of bytes: fewer than room at the end."""
+        """Fill byte views in order. Returns the number of bytes read: less than the room if the range ends first."""
         num_bytes = 0
         for view in views:
             at = 0
@@ -349,6 +349,6 @@ class RangeStream:
 
 
 def _is_beyond(error: BaseException) -> bool:
-    """Whether an error means that the range begins after the end of the object."""
+    """True if an error means that the range begins after the end of the object."""
     text = str(error).lower()
     return "range" in text and ("416" in text or "invalid" in text or "satisfiable" in text or "larger" in text)

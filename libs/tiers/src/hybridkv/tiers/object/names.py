@@ -23,8 +23,8 @@ _NAMESPACE_CONTEXT = "hybridkv 2026 epoch of a cache in an object store v1"
 _PREFIX_CONTEXT = "hybridkv 2026 prefix in an object store v1"
 _NAME_BYTES = 20
 BOUNDARY_EVERY = 8
-"""Average number of prefixes for one boundary. A boundary always has a manifest. Equal in all engines of a fleet,
-because it is part of the namespace."""
+"""Average number of prefixes for one boundary. Each boundary on a stored path has a manifest. Equal in all engines of a
+fleet, because the name of the cache depends on it."""
 
 
 def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:
@@ -57,8 +57,8 @@ def tag_of(key: Key) -> bytes:
 
 
 def is_boundary(prefix: bytes, every: int) -> bool:
-    """Whether a prefix has a manifest even in the middle of a path. On average one prefix of `every` is a boundary. The
-    hash decides, so all engines agree without knowing the position of the prefix."""
+    """True if a prefix has a manifest even in the middle of a path. On average, one of `every` prefixes is a boundary.
+    Depends only on the hash, so all engines agree for any position of the prefix."""
     return int.from_bytes(prefix[-8:], "little") % every == 0
 
 
@@ -91,9 +91,9 @@ class ObjectKind(enum.StrEnum):
     SHORT_LIVED = "short_lived"
     """A check of the store, or an object that is copied onto itself."""
     TEMPORARY = "temporary"
-    """A file of a directory that is not whole yet."""
+    """An unfinished file of a directory."""
     OTHER = "other"
-    """Not ours."""
+    """Not an object of hybridkv."""
 
 
 class ParsedName(NamedTuple):
@@ -101,7 +101,7 @@ class ParsedName(NamedTuple):
 
     Args:
         kind: kind of the object.
-        owner: namespace of a pack or a manifest, cache of other objects; empty if it is not ours.
+        owner: namespace of a pack or a manifest, cache of other objects; empty for OTHER.
         pack: name of a pack without the rank, else empty.
     """
 
@@ -122,12 +122,12 @@ _OWNER = re.compile(rf"{_DIGEST}|doctor")
 
 
 def is_owner(name: str) -> bool:
-    """Whether a name may be that of a namespace or a cache."""
+    """True if this can be the name of a namespace or a cache."""
     return _OWNER.fullmatch(name) is not None
 
 
 def parse_name(name: str) -> ParsedName:
-    """Kind of an object."""
+    """Parts of an object's name."""
     found = _NAME.fullmatch(name)
     if found is None:
         return ParsedName(ObjectKind.OTHER)

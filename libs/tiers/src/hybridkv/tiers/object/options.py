@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridkv.tiers.remote.options import RemoteOptions
 
 _BOUNDED_LIFE_S = 600.0
-"""In a store with a bound a use is recorded at most every half of this."""
+"""With `capacity_bytes`, a use of an object is recorded at most once in half of this time."""
 
 
 class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
@@ -22,15 +22,15 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     found_s: float = 600.0
     """Seconds for which a chunk is offered after it was found or stored. Then it is looked up again: packs expire."""
     bad_s: float = 600.0
-    """Seconds for which a place with wrong or missing bytes is not offered, whichever manifest lists it."""
+    """Seconds for which a place with wrong or missing bytes is not offered, from any manifest."""
     manifest_bytes: int = 2 << 20
     """A larger manifest is neither written nor read."""
     reading_bytes: int = 8 << 20
-    """Bytes of manifests that all lookups together hold at one time."""
+    """Limit of the bytes of manifests that all lookups together have in memory."""
     lookup_bytes: int = 256 << 10
-    """A lookup keeps the last manifest it found up to this size, and reads a larger one again."""
+    """Up to this size, a lookup keeps its last found manifest in memory. A larger manifest is read again."""
 
-    # Bytes.
+    # Requests.
     request_timeout_s: float = 10.0
     """Timeout of a request, which is then retried once."""
     connect_timeout_s: float = 2.0
@@ -38,9 +38,9 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     opening_timeout_s: float = 10.0
     """Seconds that the start waits for the check of the store. The check continues after that."""
     first_retry_s: float = 0.5
-    """First retry delay for an unreachable store. It doubles each time,"""
+    """First retry delay for an unreachable store. The delay doubles each time, up to `last_retry_s`."""
     last_retry_s: float = 30.0
-    """up to this."""
+    """Longest retry delay."""
     epoch_check_s: float = 60.0
     """Interval of the checks for a new epoch."""
     close_timeout_s: float = 5.0
@@ -52,22 +52,23 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     renewals_per_s: float = 20.0
     """Limit of the requests that keep objects alive, on average. 50 times as many in a directory."""
     capacity_bytes: int | None = None
-    """Bound of all objects in a directory, over all caches. The least recently used are deleted. None: no bound."""
+    """Limit of all objects in a directory, over all caches. The least recently used are deleted. None: no limit."""
     sweep_s: float = 60.0
-    """Interval of the checks of that bound."""
+    """Interval of the checks of `capacity_bytes`."""
 
     # Budgets of stores.
     check_timeout_s: float = 1.0
-    """A chunk that waits to be stored is looked up, and its answer is awaited for this time."""
+    """Longest time that a store waits for the lookup of its chunk."""
     store_bytes_per_s: float | None = None
     """Limit of the bytes that each rank stores, on average; a burst of one second is allowed. None: no limit."""
     store_packs_per_s: float | None = None
-    """Limit of the packs, each a request of every rank, on average; a burst of one second is allowed."""
+    """Limit of new packs, on average; a burst of one second is allowed. A pack is one request of each rank. None: no
+    limit."""
 
     @property
     def renewal_life_s(self) -> float | None:
-        """Life of an object for its renewal: until the store deletes it, or with a bound until the time of its last use
-        is too coarse. None: no use is recorded."""
+        """Life of an object without a renewal, in seconds: the shorter of `time_to_live_s` and, with `capacity_bytes`,
+        the interval after which its last use must be recorded again. None: uses are not recorded."""
         lives = [self.time_to_live_s] if self.time_to_live_s is not None else []
         lives += [_BOUNDED_LIFE_S] if self.capacity_bytes is not None else []
         return min(lives, default=None)

@@ -1,7 +1,7 @@
 """Packs: assigns chunks to packs, and reports the chunks to publish when their batch is complete.
 
-A batch is everything that an engine stores in one step. Chunks of one group and batch share a pack until it is full.
-All ranks write the same chunks to the same offsets, so they need to agree only on the name of a pack.
+A batch is all chunks that an engine stores in one step. Chunks of one group and batch share a pack until it is full.
+All ranks write the same chunks to the same offsets, so a pack has the same name on every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PackPlace(NamedTuple):
         pack: name of the pack, without the rank.
         offset: offset of the chunk's header, in bytes.
         num_bytes: size of the chunk.
-        source: prefix of the manifest that listed it; empty if this engine stored it.
+        source: prefix of the manifest that listed the chunk; empty if this engine stored the chunk.
     """
 
     pack: str
@@ -45,7 +45,7 @@ class PackPlace(NamedTuple):
         return self.offset + HEADER_BYTES + self.num_bytes
 
     def slot(self, number: int) -> ObjectSlot:
-        """As `RemotePlace` says."""
+        """See `RemotePlace`."""
         return ObjectSlot(((number, self.num_bytes),), self.pack, self.offset)
 
 
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
     Args:
         key: its key.
         place: its place.
-        needs: keys that it extends.
+        needs: keys that the chunk extends.
     """
 
     key: Key
@@ -88,7 +88,7 @@ class Packs:
         """Last place in the open pack of each group, by tag."""
 
     def needs_pack(self, key: Key, num_bytes: int) -> bool:
-        """Whether a new pack would begin with this chunk."""
+        """True if this chunk would begin a new pack."""
         last = self._open.get(tag_of(key))
         return last is None or last.end + num_bytes > self._pack_bytes
 
@@ -106,7 +106,7 @@ class Packs:
         return place
 
     def end_batch(self) -> list[Stored]:
-        """End the batch that began at the last call. Returns its chunks if all are stored already."""
+        """End the current batch. Returns its stored chunks if all its stores have ended, else an empty list."""
         if not self._open:
             return []
         batch, self._batch, self._open = self._batch, _Batch(), {}
@@ -114,7 +114,8 @@ class Packs:
         return [] if batch.open_keys else batch.stored
 
     def end(self, key: Key, *, is_stored: bool) -> list[Stored]:
-        """A store succeeded or failed. Returns the stored chunks of the batch once all its stores have ended."""
+        """Record the end of a store. After the last store of an ended batch, returns the stored chunks of the batch,
+        else an empty list."""
         batch = self._batches.pop(key, None)
         if batch is None:
             return []

@@ -78,8 +78,8 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
     }
     if url.startswith(("s3:", "s3a:")):
         more.setdefault("virtual_hosted_style_request", not settings.get("endpoint"))
-        # TLS or a trusted network carries the bytes, and every chunk has a checksum: a digest for each request costs
-        # two thirds of a store's CPU.
+        # TLS or a trusted network protects the bytes, and every chunk has a checksum. A digest for each request would
+        # take two thirds of the CPU time of a put.
         more.setdefault("unsigned_payload", True)
     try:
         return from_url(url, **more)
@@ -88,7 +88,7 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
 
 
 def is_directory(url: str) -> bool:
-    """Whether a URL names a local directory."""
+    """True if a URL names a directory."""
     return url.startswith("file:")
 
 
@@ -96,8 +96,8 @@ def prove(store: Store, cache: str) -> str | None:
     """Check that a store has the needed features: conditional puts and range reads.
 
     Returns:
-        None if it has. The reason if the store can be read but not written: it is full, or the credentials are
-        read-only.
+        None if the store has them. Otherwise the reason why the store can be read but not written: it is full, or the
+        credentials are read-only.
 
     Raises:
         TierConfigurationError: a feature is missing, or the credentials are refused.
@@ -138,10 +138,10 @@ def prove(store: Store, cache: str) -> str | None:
 
 
 def clock_ahead_s(store: Store, cache: str) -> float:
-    """How far the store's clock is ahead of this host's, in seconds.
+    """Seconds by which the store's clock is ahead of this host's clock.
 
-    Touches the lock file of a directory, so that a full disk can be swept. Other stores get a short-lived object. 0 for
-    a directory that cannot be written at all.
+    In a directory, touches the lock file, which also works on a full disk. In other stores, writes a short-lived
+    object. 0 for a directory that cannot be written at all.
 
     Raises:
         Exception: (obstore) a request failed.
@@ -191,7 +191,7 @@ def failure_of(error: BaseException, doing: str) -> Failure:
 def describe(error: BaseException) -> str:
     """Describe an error in one line: the server's status, code and message first, then the request.
 
-    The rest of the response is left out, because some servers repeat the keys that signed the request.
+    The rest of the response is left out, because some servers repeat the signing keys of the request.
 
     """
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())

@@ -10,15 +10,16 @@ from hybridkv.tiers.contract import Key
 from hybridkv.tiers.remote import LookupTracker
 
 MAX_ANNOUNCED = 16_384
-"""Keys of paths that are remembered, to look them up before they are stored. The newest path is, however long."""
+"""Limit of remembered keys of paths, for lookups before stores. The newest path is always remembered completely."""
 OPEN_KEYS_DIVISOR = 2
-"""Lookups before stores are sent while fewer than `max_open_keys` divided by this are open. Requests get the rest."""
+"""Lookups before stores are sent only while fewer than `max_open_keys` / `OPEN_KEYS_DIVISOR` keys are open. The other
+open keys are for requests."""
 FRESH_ANSWER_S = 0.5
-"""A key is looked up before it is stored, unless a lookup found within this time that it is missing."""
+"""A key is not looked up before its store if a lookup found the key missing within this time."""
 CHECKED_S = 5.0
-"""A lookup before a store counts for this time."""
+"""Validity of a lookup before a store, from its start, if an attempt to store has used its answer."""
 KEPT_S = 60.0
-"""It counts for the first attempt to store after its answer up to this time, since an engine's step may be long."""
+"""Validity of a lookup before a store, from its start, if no attempt has used its answer: engine steps may be long."""
 
 
 @dataclass(slots=True)
@@ -27,9 +28,9 @@ class _KeyCheck:
 
     began_s: float
     is_sent: bool
-    """False: requests use all open keys, and the store waits for the time-out."""
+    """False if the lookup was not sent, because requests use all open keys. Then the store waits for the timeout."""
     was_offered: bool
-    """Its answer counted for one attempt to store."""
+    """True if an attempt to store has used its answer."""
 
     def is_over(self, now_s: float) -> bool:
         return now_s - self.began_s > (CHECKED_S if self.was_offered else KEPT_S)
@@ -38,12 +39,12 @@ class _KeyCheck:
 class StoreChecks:
     """Decides which chunks are looked up before they are stored, and when a chunk may be stored.
 
-    A key of an announced path is looked up together with those that follow it. A key without such a path is not.
+    A key of an announced path is looked up together with the keys after it. Other keys are not looked up.
 
     Args:
-        tracker: open lookups, of requests too.
+        tracker: open lookups, also of requests.
         start_lookup: sends a lookup of keys with a deadline.
-        timeout_s: a store waits so long for an answer.
+        timeout_s: longest time that a store waits for an answer.
         clock: seconds.
     """
 
@@ -61,14 +62,14 @@ class StoreChecks:
         self._paths: deque[Sequence[Key]] = deque()
         """Paths of the last requests, the newest last."""
         self._num_announced = 0
-        """Their keys."""
+        """Number of keys on these paths."""
         self._path_of: dict[Key, Sequence[Key]] = {}
-        """Newest of these paths with a key."""
+        """Newest path of each key."""
         self._checks: dict[Key, _KeyCheck] = {}
-        """Of the keys to store, the oldest first."""
+        """Last check of each key to store, the oldest first."""
 
     def announce(self, path: Sequence[Key]) -> None:
-        """Remember the path of a request, from its beginning on."""
+        """Remember the keys of a request's path, in prefix order."""
         self._paths.append(path)
         self._num_announced += len(path)
         self._path_of.update(dict.fromkeys(path, path))
@@ -80,7 +81,7 @@ class StoreChecks:
                     del self._path_of[key]
 
     def prepare(self, keys: Sequence[Key]) -> None:
-        """Look up the keys that may be stored soon, if no lookup of them counts."""
+        """Look up those keys that may be stored soon and have no valid lookup."""
         now_s, checks, tracker, path_of = self._clock(), self._checks, self._tracker, self._path_of
         for key in keys:
             if key not in path_of or tracker.is_pending(key):
@@ -94,8 +95,8 @@ class StoreChecks:
                 self._look_up(key, now_s)
 
     def may_store(self, key: Key) -> bool:
-        """Whether a key may be stored now: it has no path, or the answer of a lookup came, or was awaited long enough.
-        Looks it up if `prepare` was not called for it."""
+        """True if a key may be stored now: it has no announced path, its lookup has ended, or its lookup could not be
+        sent for `timeout_s`. Looks the key up if `prepare` was not called for it."""
         if key not in self._path_of:
             return True
         if key not in self._checks:
@@ -109,15 +110,15 @@ class StoreChecks:
         return check is not None and check.is_sent and not check.is_over(now_s)
 
     def forget(self, key: Key) -> None:
-        """The key is being stored."""
+        """Forget the check of a key, because the key is being stored."""
         self._checks.pop(key, None)
 
     def clear(self) -> None:
-        """No earlier lookup counts any more."""
+        """Forget all checks. Announced paths stay."""
         self._checks.clear()
 
     def _look_up(self, key: Key, now_s: float) -> None:
-        """Look up a key and those that follow it, except those with a lookup that counts."""
+        """Look up a key and the keys after it on its path, except keys with a valid lookup."""
         tracker, checks = self._tracker, self._checks
         room = tracker.max_open_keys // OPEN_KEYS_DIVISOR - tracker.num_open_keys
         if room <= 0:

@@ -1,8 +1,8 @@
-"""Sweeps: deletes the least recently used objects of a store that is too large, and the leftovers of kills.
+"""Sweeps: delete the least recently used objects of a store that is too large, and the leftovers of killed engines.
 
-Works beside engines that read and write the same store. A manifest goes before the packs that it lists, and nothing
-that is younger than an hour counts as a leftover, because its writer may not be done. An engine that finds a manifest
-without its pack computes. The list of objects is read several times and never kept: memory is bounded for any store.
+Engines may read and write the store during a sweep. A sweep deletes a manifest before the packs that it lists. An
+object younger than one hour is no leftover, because its writer may not be done. An engine that finds a manifest without
+its pack computes the chunks. A sweep lists the objects several times and keeps no list, so its memory is limited.
 
 Ages are measured by the store's clock.
 """
@@ -34,15 +34,16 @@ logger = logging.getLogger(__name__)
 GRACE_S = 3600.0
 """Younger objects are no leftovers: their writer may not be done."""
 KEPT_SHARE = 0.9
-"""A store that is larger than its bound is swept to this share of it."""
+"""A store above its limit is swept to this share of the limit."""
 MAX_MANIFEST_BYTES = 16 << 20
 """A larger object is no manifest."""
 _LATE_USE_S = 600.0
-"""A manifest that was written or renewed later than this after its packs may list packs that are deleted."""
+"""A manifest that was last written less than this after the age limit of the sweep may list older packs. So its packs
+are checked."""
 _MAX_EXACT = 200_000
-"""Limit of the objects in the last bucket of ages that are sorted exactly."""
+"""Limit of the objects of the last bucket that are sorted by their exact age."""
 _DELETED = 256
-"""Objects that are deleted in one request."""
+"""Number of objects that are deleted in one request."""
 # (age from which a bucket has this width, width), in seconds
 _WIDTHS = ((0.0, 1.0), (3600.0, 10.0), (86_400.0, 60.0), (30 * 86_400.0, 3600.0))
 _MAX_AGE_S = 10 * 365 * 86_400.0
@@ -52,7 +53,7 @@ class SweepReason(StrEnum):
     """Why an object is deleted."""
 
     LEAST_RECENTLY_USED = "least_recently_used"
-    """The store is larger than its bound, or the object was not used for longer than was asked for."""
+    """The store is above its limit, or the object was not used for longer than `SweepRules.unused_s`."""
     UNLISTED = "unlisted"
     """A pack that no manifest lists: its writer was killed, or its manifest is gone."""
     BROKEN = "broken"
@@ -60,9 +61,9 @@ class SweepReason(StrEnum):
     UNREADABLE = "unreadable"
     """A manifest that no engine can read."""
     SHORT_LIVED = "short_lived"
-    """A check of the store, or a half of a copy, that a kill left."""
+    """An object of a check of the store, or of an unfinished copy, left by a killed engine."""
     TEMPORARY = "temporary"
-    """A file that a kill left before it was whole."""
+    """An unfinished file, left by a killed engine."""
 
 
 @dataclass(slots=True)
@@ -71,10 +72,10 @@ class SweepReport:
 
     Args:
         num_objects: objects of hybridkv in the store before the sweep.
-        num_bytes: their size.
-        num_other: objects that are not hybridkv's; they are never deleted, and count in no bound.
-        reasons: deleted objects and their bytes; of a dry run those that would be deleted.
-        num_failed: objects that could not be deleted.
+        num_bytes: size of these objects.
+        num_other: objects that are not hybridkv's; they are never deleted, and do not count in the limit.
+        reasons: number and bytes of deleted objects by reason, or in a dry run of objects that would be deleted.
+        num_failed: objects in `reasons` that could not be deleted.
         num_directories: empty directories that were removed.
         is_complete: False if the sweep was stopped, or unlisted packs were kept because a manifest could not be read.
     """
@@ -101,8 +102,8 @@ class SweepRules:
     """Rules of a sweep.
 
     Args:
-        capacity_bytes: bound of all objects; None: no bound.
-        unused_s: delete objects that were not written or renewed for this time; None: none.
+        capacity_bytes: limit of all objects together; None: no limit.
+        unused_s: delete objects that were not written or renewed for this time; None: no time limit.
         with_leftovers: delete leftovers of killed engines. Reads every manifest.
         is_dry: delete nothing.
     """
@@ -117,7 +118,8 @@ class NameFilter:
     """Set of names in fixed memory. It never misses a name, and rarely finds one that was not added.
 
     Args:
-        num_bits: its size, a power of two. A million names in 2^24 bits: one in 400 is found wrongly; in 2^27: none.
+        num_bits: size, a power of two. With a million names, one in 400 other names is found wrongly at 2^24 bits, and
+            almost none at 2^27.
     """
 
     def __init__(self, num_bits: int = 1 << 27) -> None:
@@ -157,8 +159,8 @@ class Sweep:
         store: the store.
         rules: objects to delete.
         now_s: the store's clock, in seconds since 1970.
-        on_progress: called with the number of objects of the current pass so far, after each piece of a list.
-        should_stop: True stops the sweep soon.
+        on_progress: called after each piece of a list, with the number of objects so far in this pass.
+        should_stop: returns True to stop the sweep soon.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class Sweep:
         return self._now_s - meta["last_modified"].timestamp()
 
     def _kept_from_s(self, sizes: dict[int, int]) -> float:
-        """Packs and manifests that were last written before this time are deleted; 0 if none is."""
+        """Age limit, as a time: packs and manifests that were last written before it are deleted. 0: no limit."""
         from_s = 0.0 if self._rules.unused_s is None else self._now_s - self._rules.unused_s
         capacity_bytes = self._rules.capacity_bytes
         surplus_bytes = 0
@@ -250,11 +252,11 @@ class Sweep:
                 break
             surplus_bytes -= size
         else:
-            kept_s += 1e-6  # all of them
+            kept_s += 1e-6  # delete all of them
         return max(from_s, kept_s)
 
     def _sweep_manifests(self, kept_from_s: float, present: NameFilter | None) -> NameFilter | None:
-        """Delete manifests. Returns the packs that the others list; None if not all are known."""
+        """Delete manifests. Returns the packs that the kept manifests list; None if not all of them are known."""
         listed = NameFilter() if present is not None else None
         num_unlisted = self._num_unlisted()
         for meta in self._list():
@@ -273,7 +275,7 @@ class Sweep:
                 reason, packs = self._judged(meta, owner, kept_from_s if may_list_deleted else 0.0, present)
             except FileNotFoundError:
                 continue
-            except Exception as error:  # also the `ValueError` of obstore for a name that it does not take
+            except Exception as error:  # also the `ValueError` of obstore for a name that it refuses
                 logger.debug("%s cannot be read, so unlisted packs are kept: %s", name, describe(error))
                 listed, self._report.is_complete = None, False
                 continue
@@ -289,10 +291,10 @@ class Sweep:
     def _judged(
         self, meta: ObjectMeta, owner: str, kept_from_s: float, present: NameFilter | None
     ) -> tuple[SweepReason | None, Sequence[str]]:
-        """Why a manifest is deleted, or None, and the packs that it lists.
+        """Reason to delete a manifest, else None, and the packs that it lists.
 
         Raises:
-            Exception: (obstore or the system) it, or one of its packs, cannot be looked at now.
+            Exception: (obstore or the system) the manifest, or one of its packs, cannot be read now.
         """
         packs = self._packs_of(meta["path"], owner)
         is_leftover = present is not None and self._age_s(meta) > GRACE_S
@@ -320,11 +322,11 @@ class Sweep:
                 self._delete(meta, SweepReason.UNLISTED)
 
     def _packs_of(self, name: str, owner: str) -> Sequence[str] | None:
-        """Packs that a manifest lists. None if no engine can read it; it is read twice.
+        """Packs that a manifest lists. None if it cannot be decoded in two reads: then no engine can read it.
 
         Raises:
-            ManifestVersionError: it has another version.
-            Exception: (obstore or the system) it cannot be read now.
+            ManifestVersionError: the manifest has another version.
+            Exception: (obstore or the system) the manifest cannot be read now.
         """
         for _ in range(2):
             found = self._store.get(name)
@@ -336,7 +338,7 @@ class Sweep:
         return None
 
     def _goes(self, pack: str, kept_from_s: float) -> bool:
-        """Whether a pack is deleted by age. Every pack has a rank 0."""
+        """True if a pack is gone, or is deleted because of its age. Checks rank 0, which every pack has."""
         try:
             return self._store.head(f"{pack}/0")["last_modified"].timestamp() < kept_from_s
         except FileNotFoundError:
@@ -358,7 +360,7 @@ class Sweep:
                 self._flush()
 
     def _flush(self) -> None:
-        """Delete the objects that wait for it. One that fails keeps no other."""
+        """Delete the queued objects. If one object cannot be deleted, the others are still deleted."""
         queued, self._queued = self._queued, []
         if not queued:
             return
@@ -378,8 +380,8 @@ class Sweep:
 
 @contextlib.contextmanager
 def sweep_lock(store: Store) -> Iterator[bool]:
-    """Lock against other sweepers of the same directory. False if one is at work. Other stores have no lock: two sweeps
-    at one time delete the same objects."""
+    """Lock against other sweepers of the same directory. False if another process sweeps now. Stores that are not
+    directories have no lock: two sweeps at the same time delete the same objects."""
     if isinstance(store, DirectoryStore):
         with store.locked() as is_locked:
             yield is_locked
@@ -388,13 +390,13 @@ def sweep_lock(store: Store) -> Iterator[bool]:
 
 
 class CapacitySweeper:
-    """Keeps a directory within a bound, and deletes leftovers of killed engines once an hour. Runs on one thread.
+    """Keeps a directory below a limit, and deletes leftovers of killed engines once an hour. Runs on one thread.
 
     Args:
         store: the directory.
-        capacity_bytes: bound of all objects in it.
-        clock_ahead: how far the clock of the file system is ahead of this host's, in seconds.
-        should_stop: True stops a sweep soon.
+        capacity_bytes: limit of all objects in the directory.
+        clock_ahead: returns the seconds by which the clock of the file system is ahead of this host's clock.
+        should_stop: returns True to stop a sweep soon.
     """
 
     def __init__(
@@ -409,12 +411,12 @@ class CapacitySweeper:
         self._clock_ahead = clock_ahead
         self._should_stop = should_stop
         self._leftovers_s = -float("inf")
-        """When leftovers were last deleted."""
+        """Time of the last deletion of leftovers."""
         self.num_swept = self.num_failed = 0
-        """Objects that were deleted, and those that could not be, since the start."""
+        """Number of objects that were deleted, and of objects that could not be deleted, since the start."""
 
     def sweep(self) -> SweepReport | None:
-        """Sweep once. None if another process is at it.
+        """Sweep once. None if another process sweeps now.
 
         Raises:
             OSError: the directory cannot be read.
@@ -443,5 +445,5 @@ class CapacitySweeper:
         return report
 
     def _yield(self, number: int) -> None:
-        """Let the engine's threads run: a sweep is never urgent."""
+        """Pause, so that the engine's threads can run: a sweep is never urgent."""
         time.sleep(0.001)

@@ -1,9 +1,10 @@
 """Peer tier: host memory of other engines as a read-only secondary tier.
 
     index.py     the scheduler's index of chunks at peers, built on remote/
-    client.py    lookup client: sends lookups and answers those of peers
+    client.py    lookup client: sends lookups, and answers the lookups of peers
     leases.py    leases: chunks kept for peers, on the scheduler
-    medium.py    a rank's half: reads chunks, and answers peers' requests for digests of its own
+    medium.py    a rank's half: queues loads, and answers peers' requests for digests
+    reader.py    reads chunks from peers, and checks their digests
     node.py      connections to peers
     messages.py  messages of these connections
     builder.py   builds the index or a medium from addresses and a secret

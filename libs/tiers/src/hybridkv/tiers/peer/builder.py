@@ -33,10 +33,10 @@ class PeerAddresses:
     """Addresses of an engine and its peers.
 
     Args:
-        secret: shared by all engines.
+        secret: secret that all engines share.
         listen: address of this engine's scheduler. Rank n listens on port + 1 + n. Port 0: any port, for tests.
-        peers: addresses of the schedulers of other engines. The own address is ignored. Hints of requests may name
-            further schedulers.
+        peers: addresses of the schedulers of other engines. This engine's own address is ignored. Hints of requests may
+            name further schedulers.
         make_transport: builds the transport, from the name of this process.
     """
 
@@ -85,10 +85,10 @@ def open_medium(
     options: PeerOptions,
     clock: Callable[[], float],
 ) -> PeerMedium:
-    """Build a rank's medium. Peers may read `memory`; loads go into it too.
+    """Build a rank's medium. Peers may read `memory`. Loads may write to it.
 
     Raises:
-        TierConfigurationError: as `open_index`.
+        TierConfigurationError: as in `open_index`, or the transport cannot be built.
     """
     address, peers = addresses.of_rank(rank)
     name = f"hybridkv-{uuid.uuid4()}"

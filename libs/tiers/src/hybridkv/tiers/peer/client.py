@@ -1,4 +1,4 @@
-"""Lookup client of a scheduler: sends its lookups to other schedulers and answers theirs, over one `PeerNode`."""
+"""Lookup client of a scheduler: sends lookups to other schedulers, and answers their lookups, over one `PeerNode`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class PeerAnswer(NamedTuple):
     lease_s: float
     """Seconds for which the peer keeps these chunks."""
     answered_s: float
-    """When it arrived, by the index's clock."""
+    """Time of arrival, by the index's clock."""
 
 
 class ConnectionLost(NamedTuple):
-    """The connection to a peer ended, or could not be established for a waiting lookup. No open lookup gets an answer,
-    and the peer's leases are void."""
+    """The connection to a peer ended, or could not be established for a waiting lookup. Open lookups get no answer from
+    this peer, and the leases that it granted have ended."""
 
     peer: PeerId
     answered_s: float
     was_ready: bool = True
-    """False if the connection was never established; then the peer has given no lease."""
+    """False if the connection was never established; then the peer has granted no lease."""
 
 
 class PeerClient(LookupClient, Protocol):
     """Lookup client of a `PeerIndex`. The items of `events` are `PeerAnswer` and `ConnectionLost`."""
 
     def ready(self) -> Sequence[PeerId]:
-        """Listed peers that can be sent a lookup now."""
+        """Listed peers to which a lookup can be sent now."""
         ...
 
     def peer_at(self, address: Address) -> PeerId:
-        """The peer at this address: a listed one, or the address itself."""
+        """Id of the peer at this address: its number if it is listed, else the address itself."""
         ...
 
     def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
@@ -60,9 +60,9 @@ class PeerClient(LookupClient, Protocol):
     def send_hinted_lookup(
         self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
     ) -> bool:
-        """Send a lookup to a peer that a hint names. If it is not connected, connect first; the lookup waits meanwhile.
+        """Send a lookup to a hinted peer. If the peer is not connected, connects first; the lookup waits meanwhile.
 
-        `hinted` are the peers of the same hint: none of them is removed to make room for this one. False as for
+        `hinted`: all peers of the same hint, which are not removed to make room for this peer. False as for
         `send_lookup`. `ConnectionLost` follows if the connection cannot be established.
         """
         ...
@@ -77,8 +77,8 @@ class PeerClient(LookupClient, Protocol):
 
 
 class PeerLookupClient:
-    """`PeerClient` that also answers lookups of peers. The loop's thread appends to `events`; all other calls are on
-    the index's thread.
+    """`PeerClient` that also answers lookups of peers. Callbacks run on the loop's thread and append to `events`; all
+    other calls are on the index's thread.
 
     Args:
         loop: control connections. Closed by `close`.
@@ -140,7 +140,7 @@ class PeerLookupClient:
         for first in range(0, len(keys), MAX_KEYS):
             body = messages.encode(messages.EndLeases(*messages.pack_keys(keys[first : first + MAX_KEYS])))
             if not self._node.send_notice(peer, body):
-                return  # the peer is gone, and its leases with it
+                return  # the connection is lost, so the peer ends all leases
 
     def close(self) -> None:
         """Close connections and end all leases. On the index's thread."""
@@ -159,7 +159,7 @@ class PeerLookupClient:
         self.events.append(ConnectionLost(peer, self._clock(), was_ready))
 
     def on_ready(self, peer: PeerId, description: Describe) -> None:
-        """Does nothing: the peer can be sent lookups from now on."""
+        """Does nothing: `PeerNode` records that the peer is ready."""
 
     # Lookups of peers.
 

@@ -1,12 +1,12 @@
 """Index of the chunks that peers hold.
 
-A lookup is one message to each ready listed peer, whatever the number of keys. A key is read from the first peer that
-answers with it. Nothing is stored at a peer: a reservation is refused.
+A lookup is one message to each ready listed peer, for any number of keys. A chunk is read from the first peer that
+answers with its key. The index stores no chunk at a peer: it refuses every reservation.
 
-A hinted lookup goes to the hinted peers alone. Keys that are not found go to the other peers when all hinted peers have
-answered, or at half of the time. So a right hint costs one message, whatever the number of peers, and a wrong one costs
-one round trip. A hinted peer that does not answer by then does not keep the lookup open and does not affect the breaker
-of the tier, since a client names it.
+A hinted lookup is sent to the hinted peers first. Keys that were not found are sent to the listed peers when all hinted
+peers have answered, or after half of the time to the deadline. So a right hint costs one message, for any number of
+peers, and a wrong hint costs one more round trip. A hinted peer that has not answered by then does not keep the lookup
+open, and does not affect the breaker of the tier, because clients choose the hints.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from hybridkv.tiers.peer.places import Address, PeerId, PeerPlace, to_tier_slot
 from hybridkv.tiers.remote import RemoteEntry, RemoteIndex
 
 _HINTED_SHARE = 0.5
-"""Share of the time of a hinted lookup after which the other peers are sent its open keys."""
+"""Share of the time of a hinted lookup after which its open keys are sent to the listed peers."""
 
 
 @dataclass(slots=True)
 class _PeerLookup:
     waiting: dict[PeerId, tuple[Key, ...]]
-    """Peers that have not answered, and the keys that each was sent."""
+    """Peers that have not answered, and the keys that were sent to each."""
     until_s: float
-    """Its leases have expired by then."""
+    """Time after which the lookup may be forgotten."""
     hinted: frozenset[PeerId] = frozenset()
-    """Hinted peers that it was sent to."""
+    """Hinted peers to which the lookup was sent."""
     others_due_s: float = math.inf
-    """Time at which it is sent to the other peers; infinite if that was done."""
+    """Time at which a hinted lookup is sent to the listed peers; infinite after that."""
     is_to_listed: bool = True
-    """It was sent to peers that no hint names. Only then a missing answer affects the breaker of the tier."""
+    """True if the lookup was sent to peers that no hint names. If False, a missing answer does not affect the breaker
+    of the tier."""
     has_answer: bool = False
     has_listed_answer: bool = False
-    """A peer that no hint names has answered. Only then the keys without a peer are remembered as missing."""
+    """True if a peer that no hint names has answered. If False, keys that were not found are not remembered as missing.
+    """
     passed_over: dict[PeerId, tuple[Key, ...]] = field(default_factory=dict)
-    """Hinted peers that it does not wait for any more, and the keys that each was sent. A late answer has leases."""
+    """Hinted peers for which the lookup does not wait any more, and the keys that were sent to each. A late answer is
+    still handled, because the peer has granted leases."""
 
 
 class PeerIndex(RemoteIndex[PeerPlace]):
@@ -60,17 +63,17 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         self._lookups: dict[int, _PeerLookup] = {}
         """Lookups that at least one peer has not answered."""
         self._hinted: tuple[PeerId, ...] = ()
-        """Peers that the next lookup goes to first, and when it goes to the others."""
+        """Peers to which the next lookup is sent first, and the time at which it is sent to the listed peers."""
         self._others_due_s = math.inf
         self._due_s = math.inf
-        """Next time at which a hinted lookup is sent to the others."""
+        """Next time at which a hinted lookup is sent to the listed peers."""
         self._backoff_until_s: dict[PeerId, float] = {}
-        """Peers that left a hinted lookup unanswered."""
+        """Peers that did not answer a hinted lookup in time, and the time until which they get no hinted lookup."""
 
     # Lookups.
 
     def start_lookup_at(self, addresses: Sequence[Address], keys: Iterable[Key], deadline_s: float) -> None:
-        """`start_lookup` with a hint: these peers are sent the lookup first. They need not be listed."""
+        """`start_lookup` with a hint: the lookup is sent to these peers first. They need not be listed."""
         now_s = self._clock()
         peers = dict.fromkeys(map(self._client.peer_at, addresses))
         self._hinted = tuple(peer for peer in peers if self._backoff_until_s.get(peer, now_s) <= now_s)
@@ -98,7 +101,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         return bool(lookup.waiting)
 
     def _send_to_listed(self, number: int, lookup: _PeerLookup, keys: tuple[Key, ...]) -> None:
-        """Send keys to all listed peers that no hint named."""
+        """Send a lookup of these keys to all ready listed peers that the hint does not name."""
         lookup.others_due_s = math.inf
         for peer in self._client.ready() if keys else ():
             if peer not in lookup.hinted and self._client.send_lookup(peer, number, keys):
@@ -110,7 +113,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
     def _poll_events(self) -> None:
         while self._events:
             self._on_event(self._events.popleft())
-        # Before the base handles time-outs: a hinted peer without an answer is none.
+        # Before the base class handles timeouts: a hinted peer without an answer does not count as a timeout.
         if self._due_s < math.inf and self._due_s <= (now_s := self._clock()):
             for number, lookup in list(self._lookups.items()):
                 if lookup.others_due_s <= now_s:
@@ -119,14 +122,14 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         super()._poll_events()
 
     def _pass_over_hint(self, number: int, lookup: _PeerLookup, now_s: float) -> None:
-        """Half of the time of a hinted lookup is over. Its hinted peers are not waited for any more."""
+        """End the wait of a lookup for its hinted peers, and send its open keys to the listed peers."""
         for peer in list(lookup.waiting):
             keys = lookup.waiting.pop(peer)
             if not self._client.withdraw_lookup(peer, number):
                 lookup.passed_over[peer] = keys
                 live = {name: until_s for name, until_s in self._backoff_until_s.items() if until_s > now_s}
                 self._backoff_until_s = live | {peer: now_s + self._hint_backoff_s}
-        # Listed peers are not sent a lookup that has no time left.
+        # A lookup that has no time left is not sent to the listed peers.
         has_time = now_s < lookup.until_s - self._options.forget_after_s
         self._send_to_listed(number, lookup, tuple(self._tracker.open_keys(number)) if has_time else ())
         if not lookup.waiting:
@@ -144,7 +147,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         keys = None if lookup is None else lookup.waiting.get(peer) or lookup.passed_over.get(peer)
         if lookup is None or keys is None:
             return
-        # The second half of the lease is for loading it.
+        # A chunk is offered in the first half of its lease. The second half is for a load.
         until_s = answer.answered_s + answer.lease_s / 2
         slots = {key: slot for key, slot in zip(keys, answer.slots, strict=False) if slot is not None}
         wanted = self._tracker.open_keys(number)
@@ -160,7 +163,8 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         self._end_waiting(number, lookup, peer, answer.answered_s)
 
     def _end_waiting(self, number: int, lookup: _PeerLookup, peer: PeerId, answered_s: float) -> None:
-        """A peer will not answer this lookup any more. After the last peer, keys that no peer holds are MISSING."""
+        """End the wait of a lookup for one peer, which has answered or is lost. After the last hinted peer, the lookup
+        is sent to the listed peers. After the last peer, the lookup ends."""
         if lookup.passed_over.pop(peer, None):
             self._forget_ended(number, lookup)
             return
@@ -183,7 +187,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             self._tracker.forget_missing(keys)
 
     def _forget_ended(self, number: int, lookup: _PeerLookup) -> None:
-        """Forget a lookup that has ended and that no late answer is expected for."""
+        """Forget a lookup that has ended, unless a late answer may come."""
         if not lookup.waiting and not lookup.passed_over:
             del self._lookups[number]
 
@@ -199,7 +203,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             entry.place = entry.place._replace(is_leased=False)
             self._num_expired += self._known.withdraw(entry.key) is not None
 
-    # Leases. A peer keeps a chunk until this engine has read it, or will not read it.
+    # Leases. A peer keeps a chunk until this engine has read or dropped the chunk.
 
     def _expires_s(self, place: PeerPlace) -> float:
         return place.until_s
@@ -227,5 +231,5 @@ class PeerIndex(RemoteIndex[PeerPlace]):
     # Storing.
 
     def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> Refusal:
-        """Nothing is stored at peers. TOO_LARGE, since retrying is pointless."""
+        """TOO_LARGE: no chunk is stored at peers, and retrying is pointless."""
         return Refusal.TOO_LARGE

@@ -1,11 +1,11 @@
 """Leases: chunks that this engine keeps for peers for a limited time.
 
-Lookups of peers arrive at any time, also while the engine is idle, and the index belongs to the engine's thread. So a
-lookup is answered on the connection's thread, which only reads the index. The engine's thread pins the chunk later, in
-`settle`, which the RAM index calls before each reservation. Only reservations evict, so this is early enough.
+Lookups of peers arrive at any time, also while the engine is idle, but only the engine's thread may change the index.
+So the connection's thread answers a lookup and only reads the index. The engine's thread pins the chunk later, in
+`apply`, which the RAM index calls before each reservation. Only reservations evict, so this is early enough.
 
-A chunk may be evicted between lookup and pin. Then the lease is lost: the reader finds another seal, no seal or a wrong
-digest, and its load fails. Leases make loads likely to succeed; correctness does not depend on them.
+A chunk may still be evicted or invalidated between lookup and pin. Then the reader finds another seal, no seal or a
+wrong digest, and its load fails. Leases make loads likely to succeed; correctness does not depend on them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _KeyLease:
 
 
 class PeerLeases:
-    """Leases of all peers, within limits. Thread-safe, except `settle` and `close`, which the index's thread calls.
+    """Leases of all peers, within limits. Thread-safe, except `apply` and `close`, which the index's thread calls.
 
     Args:
         index: the RAM index.
@@ -69,7 +69,7 @@ class PeerLeases:
         """In order of expiry, since all leases have the same duration."""
         self._bytes = 0
         self._changes: deque[_KeyLease] = deque()
-        """Leases that began or ended, to be handled by `settle`."""
+        """Leases that began or ended since the last `apply`."""
 
     @property
     def num_bytes(self) -> int:
@@ -138,9 +138,8 @@ class PeerLeases:
     # The index's thread.
 
     def apply(self) -> None:
-        """Pin newly leased chunks and unpin those of ended leases. Called before each reservation; cheap without
-        leases.
-        """
+        """Pin the chunks of new leases, and unpin the chunks of ended leases. Called before each reservation; cheap
+        without leases."""
         if not self._live and not self._changes:
             return
         with self._lock:
@@ -158,12 +157,12 @@ class PeerLeases:
         slot = self._index.pin(lease.key)
         lease.is_pinned = slot is not None
         if slot is not None and slot != lease.slot:
-            # It was evicted and stored again in another slot.
+            # The chunk was evicted, and stored again in another slot.
             self._index.unpin(lease.key)
             lease.is_pinned = False
 
     def close(self) -> None:
-        """End every lease and grant no more. On the index's thread; peers may still send lookups."""
+        """End every lease, and grant no more. Called on the index's thread; peers may still send lookups."""
         with self._lock:
             self._max_leases = 0
             for name in list(self._live):

@@ -1,8 +1,8 @@
-"""Medium of one rank for a peer tier: reads chunks from peers' memory. Their ranks can read this rank's memory too.
+"""Medium of one rank for a peer tier: reads chunks from peers' memory. The peers can read this rank's memory too.
 
 A `Transport` reads straight into the destination if that is registered memory, otherwise into a temporary buffer. A
-load succeeds only if the digest of the bytes equals the one under which the peer sealed the chunk. So a reused slot and
-a torn read fail the load. One thread makes every call of the transport; callers queue loads and poll completions.
+load succeeds only if the digest of the bytes equals the digest in the peer's seal of the chunk. So a reused slot and a
+torn read fail the load. One thread makes every call of the transport; callers queue loads and poll completions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PeerMedium(RemoteMedium):
             self._inbox.put(lambda: self._reader.begin(load))
 
     def close(self) -> None:
-        """Fail all loads with CLOSED, within a bounded time. Peers cannot read this memory any more."""
+        """Fail all loads with CLOSED, within a bounded time. After that, peers cannot read this memory."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -103,7 +103,7 @@ class PeerMedium(RemoteMedium):
 
 
 class RankSeals:
-    """Handler of peers' requests for the digests under which this rank sealed its chunks. Thread-safe. Reads no chunk.
+    """Answers peers' requests for the digests in the seals of this rank. Thread-safe. Reads no chunk.
 
     Args:
         memory: this rank's memory of the primary tier.

@@ -1,7 +1,7 @@
 """Messages between engines about chunks, in the requests and replies of `hybridkv.peers`.
 
-The sender knows the secret but may be faulty, so every size is bounded. An invalid message raises `WireError`, which
-ends the connection. Lists travel as packed columns of numbers.
+The sender has the secret but may be faulty, so every size is limited. An invalid message raises `WireError`, which ends
+the connection. Lists are packed columns of numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PeerDescription(msgspec.Struct, frozen=True, array_like=True):
         protocol: version of these messages.
         rank: -1 for the scheduler.
         namespace: digest of the fingerprint.
-        fingerprint: encoded fingerprint, so that a difference can be named; empty if this process does not have it.
+        fingerprint: encoded fingerprint, to name a difference; empty if this process does not have it.
     """
 
     protocol: int
@@ -101,7 +101,7 @@ def encode(message: PeerMessage) -> bytes:
 
 
 def decode(body: bytes) -> PeerMessage:
-    """Decodes a message. Raises `WireError` if it is invalid."""
+    """Decode a message. Raises `WireError` if it is invalid."""
     try:
         message: PeerMessage = _decoder.decode(body)
     except _BROKEN as error:
@@ -114,7 +114,7 @@ def encode_description(description: PeerDescription) -> bytes:
 
 
 def decode_description(data: bytes) -> PeerDescription:
-    """Decodes a description. Raises `WireError` if it is invalid."""
+    """Decode a description. Raises `WireError` if it is invalid."""
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise WireError(CloseReason.OVERSIZED, f"a description of {len(data)} bytes")
     try:
@@ -141,7 +141,7 @@ def _named_difference(ours: PeerDescription, theirs: PeerDescription) -> tuple[s
         return namespaces
     try:
         differences = Fingerprint.decode(ours.fingerprint).diff(Fingerprint.decode(theirs.fingerprint))
-    except Exception:  # bytes from a peer may be anything
+    except Exception:  # bytes from a peer may be invalid
         return namespaces
     if not differences:
         return namespaces

@@ -1,12 +1,12 @@
-"""Node: the connections of one process to its peers. It listens, keeps a connection to each listed peer, connects to
-hinted peers when they are needed, and passes messages to callbacks.
+"""Node: the connections of one process to its peers. The node listens, keeps a connection to each listed peer, connects
+to hinted peers when they are needed, and passes messages to callbacks.
 
-On every connection both sides first send a description; other messages follow only if the fingerprints are equal. An
-unreachable or incompatible peer is tried again later, in a call of `ready` or `reach`; no call waits for it. Callbacks
-run on the loop's thread.
+On every connection, both sides first send a description. Other messages follow only if protocol version, rank and
+fingerprint are equal. The node retries an unreachable or incompatible peer later, in a call of `ready` or `reach`; no
+call waits for a connection. Callbacks run on the loop's thread.
 
-The number of hinted peers is limited. A new one replaces one that is not connected, or else the least recently used
-one. A peer with a waiting request is never replaced, nor one that the caller says is in use.
+The number of hinted peers is limited. A new hinted peer replaces a peer that is not ready, or else the least recently
+used peer. The node never replaces a peer with a waiting request, or a peer that the caller reports as in use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridkv.tiers.peer.places import Address, PeerId
 logger = logging.getLogger(__name__)
 
 INCOMPATIBLE_RETRY_FACTOR = 60
-"""Factor on `retry_s` for an incompatible peer. It is tried again, because it may restart with other settings."""
+"""Factor on `retry_s` for an incompatible peer. The node retries, because the peer may restart with other settings."""
 SELF = "is this engine itself: skipped"
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
@@ -66,7 +66,7 @@ class OutgoingHandler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Description of a process for its peers. `capability` lets them read its memory; empty if they may not."""
+    """Description of a process for its peers. With `capability`, peers can read its memory; empty: they cannot."""
 
     description: PeerDescription
     capability: bytes = b""
@@ -94,7 +94,7 @@ class _Peer:
     begun_s: float = 0.0
     """Start of the last connection attempt."""
     has_failed: bool = False
-    """The last attempt failed. No request waits for the next one."""
+    """True if the last attempt failed. Then no request waits for the next attempt."""
     queued: dict[int, bytes] = field(default_factory=dict)
     """Requests that wait for the connection."""
 
@@ -109,7 +109,7 @@ class PeerNode:
         peers: addresses of the listed peers; the number of a peer is its index.
         options: limits.
         clock: seconds.
-        port_offset: offset from the port of a peer's scheduler to that of the rank to connect to; 0 for the scheduler.
+        port_offset: added to the port of a hinted scheduler, to connect to one of its ranks; 0: to the scheduler.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PeerNode:
         self._num_hinted_lines = 0
         self._logged_differences: set[str] = set()
         self._described: dict[LinkId, bool] = {}
-        """Incoming connections, and whether each has sent a valid description."""
+        """Incoming connections. True if a connection has sent a compatible description."""
 
     def listen(self, host: str, port: int) -> Address:
         """Accept connections. `OSError` if the address is not available."""
@@ -146,7 +146,7 @@ class PeerNode:
     # Any thread.
 
     def ready(self) -> list[int]:
-        """Listed peers that are ready. Starts connections to others that are due for a retry."""
+        """Numbers of the listed peers that are ready. Starts the connections that are due."""
         with self._lock:
             for peer in self._listed:
                 self._connect_if_due(peer)
@@ -155,7 +155,8 @@ class PeerNode:
     def reach(self, name: PeerId, in_use: Collection[PeerId] = ()) -> bool:
         """True if a peer is ready. Otherwise starts a connection if one is due.
 
-        An unknown hinted peer is added, and another one is removed if there are too many: one that is not in `in_use`.
+        Adds an unknown hinted peer. If there are too many, removes another hinted peer that is not in `in_use`; False
+        if there is none.
         """
         with self._lock:
             peer = self._find(name)
@@ -175,7 +176,7 @@ class PeerNode:
         return peer
 
     def _make_room(self, in_use: Collection[PeerId]) -> bool:
-        """Remove a hinted peer if there are too many. False if all are in use, or have requests that wait."""
+        """Remove a hinted peer if there are too many. False if all are in use or have waiting requests."""
         if len(self._hinted) < self._options.max_hinted:
             return True
         removable = [(name, peer) for name, peer in self._hinted.items() if name not in in_use and not peer.queued]
@@ -205,7 +206,7 @@ class PeerNode:
     def send_request(self, name: PeerId, request: int, body: bytes, may_wait: bool = False) -> bool:
         """Send a request. False if the peer is not ready; then no reply comes.
 
-        With `may_wait`, a request waits if a connection attempt has just begun, until the attempt ends.
+        With `may_wait`, the request waits for the end of a connection attempt, if the attempt has begun recently.
         """
         with self._lock:
             peer = self._find(name)

@@ -12,7 +12,7 @@ MAX_KEYS = 4096
 class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     """Options of both sides. An invalid value raises `TierConfigurationError`."""
 
-    # The reader.
+    # The engine that reads.
     forget_after_s: float = 30.0
     retry_s: float = 1.0
     """Delay before an unreachable peer is tried again."""
@@ -21,16 +21,17 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     connect_wait_s: float = 0.4
     """Maximum age of a connection attempt for which a hinted lookup waits."""
     hint_backoff_s: float = 10.0
-    """Seconds for which a peer gets no hinted lookups after it did not answer one."""
+    """Seconds for which a peer gets no hinted lookup after it did not answer a hinted lookup."""
 
-    # The holder.
+    # The engine that holds the chunks.
     lease_s: float = 60.0
-    """Duration of a lease. The reader offers the chunk for the first half and may load it in the second half, so no
-    load outlasts its lease and leases are not renewed. A load that did would find another digest."""
+    """Duration of a lease. The reader offers the chunk in the first half, and may load it until the end of the second
+    half. So a load ends before its lease, and leases are not renewed. A later load may find another digest, and fail.
+    """
     max_leases: int = 16384
     """Limit of leases."""
     leased_share: float = 0.25
-    """Limit of leased bytes, as a share of host memory."""
+    """Limit of leased bytes, as a share of the primary tier's capacity."""
 
     # Bytes.
     load_timeout_s: float = 30.0

@@ -14,20 +14,21 @@ PeerId: TypeAlias = int | Address
 _SHIFT = 48
 MAX_OFFSET = (1 << _SHIFT) - 1
 _HINTED = 0x7FFF
-"""Peer number in slots of hinted peers. The address of the peer follows the data, as extents of zero bytes."""
+"""Peer number in slots of hinted peers. The address of the peer follows the extents of the chunk, as extents of zero
+bytes."""
 _WORD_BYTES = 7
-"""Bytes of an address in one extent. They fit into the offset of an extent, which is a signed 64-bit number."""
+"""Number of address bytes in one extent. They are encoded in its offset, which must fit into a signed 64-bit number."""
 
 
 class PeerPlace(NamedTuple):
-    """A chunk that a peer holds, and leased to this engine.
+    """Place of a chunk that a peer holds and has leased to this engine.
 
     Args:
         tier_slot: slot of this tier.
-        peer: peer of the slot, so that no query decodes it.
-        num_bytes: of the chunk.
+        peer: peer of the slot. A query need not decode the slot.
+        num_bytes: size of the chunk.
         until_s: expiry time of the offer.
-        is_leased: the peer keeps it for this engine.
+        is_leased: True while the peer keeps the chunk for this engine.
     """
 
     tier_slot: Slot
@@ -37,7 +38,7 @@ class PeerPlace(NamedTuple):
     is_leased: bool = True
 
     def slot(self, number: int) -> Slot:
-        """Slot for the medium. It holds the offset in the peer's memory, so `number` is unused."""
+        """Slot for the medium. It contains the offset in the peer's memory, so `number` is unused."""
         return self.tier_slot
 
 

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 MEMORY_REGION: Final = 0
-"""Region number of a rank's memory, here and at every peer. It is registered first."""
+"""Region number of a rank's memory, here and at every peer. The memory is registered first."""
 _still_mapped: list[object] = []
-"""Memory that a closed transport might still access. It is never freed."""
+"""Memory that a closed transport may still access. This memory is never freed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class PeerLoad:
 
 @dataclass(slots=True)
 class _Source:
-    """The rank of one peer."""
+    """One peer, from which this rank reads."""
 
     remote: RemoteId
     waiting: dict[int, list[PeerLoad]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class PeerReader:
     """Reads chunks from peers into one rank.
 
     Args:
-        transport: transport with the readable memory registered. Closed by `close`.
+        transport: transport. Closed by `close`.
         memory: this rank's memory, region `MEMORY_REGION`; loads into it need no temporary buffer.
         options: limits.
         clock: seconds.
@@ -137,7 +137,7 @@ class PeerReader:
                 self._reading.remove(load)
                 self._reading_bytes -= load.slot.num_bytes
                 self._finish(load)
-            except Exception as error:  # a bug fails only its own load
+            except Exception as error:  # a bug must fail only this load
                 self._fail_on_bug(load, error)
         if self._waiting:
             self._start_loads()
@@ -303,11 +303,11 @@ class PeerReader:
     # Closing.
 
     def close(self, is_alone: bool) -> None:
-        """Close connections and the transport, and fail open loads with CLOSED. Memory that could still be accessed
-        stays mapped for ever.
+        """Close connections and the transport, and fail open loads with CLOSED. Memory that the transport may still
+        access is never freed.
 
         Args:
-            is_alone: the reading thread has ended.
+            is_alone: True if the reading thread has ended.
         """
         is_over = self.node is None or self.node.close(CLOSE_S)
         is_over &= self._transport.close(CLOSE_S) and is_alone
@@ -326,7 +326,8 @@ def _address(view: memoryview) -> int:
 
 
 def _ranges(local: Sequence[tuple[int, int, int]], remote: Sequence[tuple[int, int]]) -> Ranges:
-    """Ranges of a read: both extent lists, which have equal total sizes, split at the boundaries of either."""
+    """Ranges of a read: local and remote extents, split at the boundaries of both lists. Both lists have the same total
+    size."""
     rows: list[tuple[int, int, int, int, int]] = []
     pieces = iter(remote)
     start, left = 0, 0

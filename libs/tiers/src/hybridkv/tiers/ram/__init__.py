@@ -1,4 +1,4 @@
-"""RAM tier: an LRU index over granules of host memory, and the arena with the bytes."""
+"""RAM tier: `RamIndex`, an LRU index over granules of host memory, and `RamArena`, the memory with the bytes."""
 
 from hybridkv.tiers.ram.arena import DEFAULT_GRANULE_BYTES, RamArena
 from hybridkv.tiers.ram.index import RamIndex

@@ -1,8 +1,8 @@
-"""Arena of the RAM tier: one page-aligned buffer, divided into slots by a `RamIndex`, which may be in another process.
+"""Arena of the RAM tier: one page-aligned buffer. A `RamIndex`, maybe in another process, divides it into slots.
 
-Each slot is sealed with its key, its extents and the XXH3-128 checksum of its bytes. A reader that checks all of them
-gets a failed load from a reused, torn or corrupted slot, and never wrong bytes. A reader that checks key and extents
-only (`is_sealed`) finds a slot that was reused as a whole or in part. Copies nothing: a copy engine uses the
+Each slot is sealed with its key, its extents and the XXH3-128 checksum of its bytes. `check_all` compares the key and
+the checksum: a reused, torn or corrupted slot is a failed load, never wrong bytes. `is_sealed` compares key and extents
+only: it detects a slot that was reused as a whole or in part. The arena copies nothing: a copy engine uses the
 `addresses`.
 """
 
@@ -35,17 +35,18 @@ class _SlotSeal(NamedTuple):
 
 
 class RamArena:
-    """`SealedMemory` in host RAM. Threads may use it at the same time, on distinct slots.
+    """`SealedMemory` in host RAM. Threads may use the arena at the same time, on distinct slots.
 
-    Extents of slots start at multiples of `granule_bytes`, as those of a `RamIndex` do. Where other slots share a
-    granule, a seal may outlive a slot that overlaps it.
+    Extents of slots start at multiples of `granule_bytes`, like the extents of a `RamIndex`. Otherwise slots can share
+    a granule, and the arena may keep a stale seal of an overlapped slot.
 
     Args:
-        capacity_bytes: rounded down to whole granules; the same as in the `RamIndex`.
-        granule_bytes: the same as in the `RamIndex`.
+        capacity_bytes: size, rounded down to whole granules; the same as in the `RamIndex`.
+        granule_bytes: size of a granule; the same as in the `RamIndex`.
         buffer: memory to use, for example pinned memory: uint8, one-dimensional, contiguous, writable, at least the
-            rounded capacity. It must outlive the arena. None: maps memory, which the system commits at the first write.
-        digest_threads: threads for checksums.
+            rounded capacity. It must outlive the arena. None: the arena maps memory; the system commits a page at its
+            first write.
+        digest_threads: number of threads for checksums.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class RamArena:
         self._is_closed = False
         self._granule_bytes = granule_bytes
         self._seals: dict[int, _SlotSeal] = {}
-        """By the first offset of the slot. Reads take no lock: each reads one item."""
+        """Seals by the first offset of the slot. Readers take no lock: each reads one item."""
         self._owners = np.zeros(self._capacity_bytes // granule_bytes, dtype=np.int64)
-        """For each granule, 1 + the first offset of the slot that was sealed there last, 0 for none. Its seal may be
-        gone. The system commits this memory at the first write."""
+        """For each granule, 1 + the first offset of the last slot sealed there; 0 for none. The seal of that slot may
+        be removed already. The system commits this memory at the first write."""
         self._changes = threading.Lock()
-        """For changes of seals and owners."""
+        """Protects changes of seals and owners."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -87,7 +88,7 @@ class RamArena:
         return [(self._base_address + offset, num_bytes) for offset, num_bytes in slot.extents]
 
     def views(self, slot: Slot) -> list[memoryview]:
-        """Writable view of each extent. Same errors as `addresses`."""
+        """One writable view for each extent. Same errors as `addresses`."""
         self._require(slot)
         return [self._buffer[offset : offset + num_bytes].data for offset, num_bytes in slot.extents]
 
@@ -96,7 +97,7 @@ class RamArena:
     ) -> list[Failure | None]:
         """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
 
-        Reads the bytes once, unless the caller passes their XXH3-128, one for each chunk.
+        Reads the bytes once, unless the caller passes `checksums`: the XXH3-128 of each chunk.
         """
         buffer = self._buffer
         failures = [self._why_not_use(slot) for _, slot in chunks]
@@ -116,18 +117,18 @@ class RamArena:
         return failures
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
-        """XXH3-128 of the chunk sealed for `key` at the first offset of the slot, None if there is none."""
+        """XXH3-128 of the chunk sealed for `key` at the first offset of the slot; None if no chunk is sealed there."""
         seal = self._seals.get(slot.first_offset)
         return seal.checksum if seal is not None and seal.key == key else None
 
     def is_sealed(self, key: Key, slot: Slot) -> bool:
-        """True if exactly these extents are sealed for `key`, and no slot that overlaps them was sealed or discarded
-        since. Does not read the chunk."""
+        """True if exactly these extents are sealed for `key`, and no overlapping slot was sealed or discarded
+        afterwards. Does not read the chunk."""
         seal = self._seals.get(slot.first_offset) if slot.extents else None
         return seal is not None and seal.key == key and seal.extents == slot.extents
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
-        """Verify that each slot holds the bytes sealed for its key. One result for each chunk; None is success."""
+        """Check that each slot holds the bytes sealed for its key. One result for each chunk; None is success."""
         buffer = self._buffer
         found = [self._sealed(key, slot) for key, slot in chunks]
         failures = [one if isinstance(one, Failure) else None for one in found]
@@ -143,21 +144,21 @@ class RamArena:
         return failures
 
     def discard(self, slot: Slot) -> None:
-        """Remove the seal of a slot and those of slots that overlap, so `check_all` returns MISSING. Call it before
-        overwriting a slot."""
+        """Remove the seals of a slot and of overlapping slots, so `check_all` returns MISSING. Call it before a slot
+        is overwritten."""
         self._require(slot)
         with self._changes:
             self._remove_overlapping(slot)
 
     def close(self) -> None:
-        """Release the memory. Stop the copy engine first, since it holds addresses."""
+        """Release the memory. Stop the copy engine first: it holds addresses of this memory."""
         self._is_closed = True
         with self._changes:
             self._seals.clear()
         self._buffer = np.empty(0, dtype=np.uint8)
 
     def _sealed(self, key: Key, slot: Slot) -> bytes | Failure:
-        """Sealed checksum of the slot, or the reason why there is none."""
+        """Sealed checksum of the slot, or the failure if the slot has none for this key."""
         failure = self._why_not_use(slot)
         if failure is not None:
             return failure
@@ -169,7 +170,7 @@ class RamArena:
         return sealed.checksum
 
     def _remove_overlapping(self, slot: Slot) -> None:
-        """Removes the seals of all slots that share bytes with this one. The caller holds `_changes`."""
+        """Remove the seals of all slots that share bytes with this slot. The caller holds `_changes`."""
         first_offsets = {slot.first_offset}
         for granules in self._granules(slot):
             first_offsets.update(owner - 1 for owner in set(self._owners[granules].tolist()) if owner)
@@ -184,8 +185,8 @@ class RamArena:
             yield slice(offset // size, (offset + num_bytes - 1) // size + 1)
 
     def _checksums(self, buffer: Bytes, slots: Sequence[Slot]) -> bytes:
-        """XXH3-128 of each slot, concatenated. The caller read `buffer` before it checked that the arena is open, so
-        the memory stays mapped until the end."""
+        """XXH3-128 of each slot, concatenated. The caller must read `self._buffer` before the check that the arena is
+        open: the reference keeps the memory mapped even if `close` runs meanwhile."""
         extents = np.fromiter(chain.from_iterable(chain.from_iterable([slot.extents for slot in slots])), np.int64)
         ends = np.cumsum([len(slot.extents) for slot in slots], dtype=np.int64)
         addresses = extents[::2] + buffer.ctypes.data
@@ -218,7 +219,7 @@ def _overlap(extents: Sequence[tuple[int, int]], others: Sequence[tuple[int, int
 
 def _map_memory(num_bytes: int) -> Bytes:
     try:
-        # Private, not shared as by default: shared memory is tmpfs, which rarely gets transparent huge pages.
+        # Private: the default is shared memory, which is tmpfs and rarely gets transparent huge pages.
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise TierConfigurationError(

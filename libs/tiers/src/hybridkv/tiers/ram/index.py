@@ -1,7 +1,7 @@
 """Index of the RAM tier: LRU over granules of host memory. Holds no bytes and starts no thread.
 
-The ledger is C++ (`csrc/ledger`); this class adds the parts that need Python. Every call holds the GIL, so other
-threads may call `find` at any time.
+The ledger is C++ (`csrc/ledger`); `RamIndex` adds the parts that need Python. Every call holds the GIL, so any thread
+may call `find` at any time.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class RamIndex(_Ledger):
     """A `TierIndex` over granules of host memory, with a change feed (`ReportsChanges`).
 
     Further methods: `find`, for any thread; `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
-    `max_index_bytes` is the most memory that it uses, for `max_keys` keys.
+    `max_index_bytes` is the largest memory use of the index: with `max_keys` keys.
 
     Args:
-        capacity_bytes: rounded down to whole granules. The media are `RamArena`s with the same two sizes.
+        capacity_bytes: size, rounded down to whole granules. The media are `RamArena`s with the same two sizes.
         granule_bytes: unit of allocation.
-        smallest_bytes: size of the smallest chunk, which bounds the number of keys. A smaller chunk is accepted, and
-            counts as one key.
+        smallest_bytes: size of the smallest chunk; limits the number of keys. A smaller chunk is accepted, and counts
+            as one key.
 
     Raises:
         TierConfigurationError: not even one granule fits, or the tables are too large.
@@ -46,7 +46,7 @@ class RamIndex(_Ledger):
     def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
         num_granules = count_granules(capacity_bytes, granule_bytes)
         max_keys = count_keys(num_granules, granule_bytes, smallest_bytes)
-        # Random, so that prompts cannot be chosen to collide in the hash table.
+        # Random, so that an attacker cannot choose prompts that collide in the hash table.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
         try:
             super().__init__(num_granules, granule_bytes, max_keys, seed, _ANSWERS, _REFUSALS, Slot, TierProtocolError)
@@ -65,13 +65,13 @@ class RamIndex(_Ledger):
                 hint="raise the limit (ulimit -v, vm.overcommit_memory), or lower the capacity",
             ) from error
         self.before_reserving: Callable[[], None] | None = None
-        """Called before space is reserved, which is the only call that evicts. Used to pin chunks that peers read."""
+        """Called before each reservation; only reservations evict. Used to pin chunks that peers read."""
 
-    # The same as `SyncLookups`, which cannot be a second base of this class.
+    # The same as `SyncLookups`, because `SyncLookups` cannot be a second base of this class.
 
     @property
     def has_async_lookups(self) -> bool:
-        """False: `lookup` knows all keys."""
+        """False: `lookup` finds all keys."""
         return False
 
     def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
@@ -79,12 +79,12 @@ class RamIndex(_Ledger):
 
     @property
     def lookup_counts(self) -> LookupCounts:
-        """No lookups."""
+        """All counts 0."""
         return NO_LOOKUPS
 
     @property
     def answer_s(self) -> float:
-        """No wait."""
+        """Always 0."""
         return 0.0
 
     def cost(self, num_bytes: int) -> int:
@@ -96,7 +96,7 @@ class RamIndex(_Ledger):
         return super().reserve(key, num_bytes, extends)
 
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
-        # Once is enough: no other thread runs until the call returns.
+        # One call is enough: no other thread runs until `reserve_all` returns.
         if self.before_reserving is not None:
             self.before_reserving()
         return super().reserve_all(chunks)
@@ -109,5 +109,5 @@ class RamIndex(_Ledger):
         self.watch_at_most(MAX_CHANGED_KEYS)
 
     def take_changes(self) -> Changes:
-        """Keys with a changed answer since the last call."""
+        """Keys with a changed lookup result since the last call."""
         return Changes(*self.take_changed())

@@ -13,8 +13,8 @@ LARGEST_GRANULE_BYTES = 1024 * 1024
 def choose_granule_bytes(chunk_sizes: Sequence[int]) -> int:
     """Granule size for chunks of these sizes (bytes, each > 0).
 
-    The largest power of two up to 1/16 of the smallest chunk, within [4 KiB, 1 MiB]: rounding then wastes less than
-    1/16 of a chunk of 64 KiB or more, and a granule is never smaller than a memory page.
+    Returns the largest power of two up to 1/16 of the smallest chunk, within [4 KiB, 1 MiB]. So rounding wastes less
+    than 1/16 of a chunk of 64 KiB or more, and a granule is never smaller than a memory page.
     """
     if not chunk_sizes:
         raise TierConfigurationError("chunk_sizes", "at least one size", list(chunk_sizes))
@@ -43,7 +43,8 @@ def count_granules(capacity_bytes: int, granule_bytes: int) -> int:
 
 
 def count_keys(num_granules: int, granule_bytes: int, smallest_bytes: int) -> int:
-    """Largest number of chunks of at least `smallest_bytes`; `TierConfigurationError` if that is not positive."""
+    """Largest number of chunks of at least `smallest_bytes`; `TierConfigurationError` if `smallest_bytes` is not
+    positive."""
     if smallest_bytes <= 0:
         raise TierConfigurationError("smallest_bytes", "a number > 0", smallest_bytes)
     return max(num_granules * granule_bytes // in_granules(granule_bytes, smallest_bytes), 1)

@@ -3,10 +3,10 @@
     index.py    the scheduler's index of found and stored chunks
     lookups.py  lookup tracker: open lookups, deadlines, counts, missing keys
     found.py    places of found chunks, grouped by lookup result
-    medium.py   base of a rank's medium; operations end on other threads
+    medium.py   base class of a rank's medium; operations end on other threads
     options.py  options
 
-A tier adds its own lookup client, reads and writes.
+Each remote tier adds its own lookup client, reads and writes.
 """
 
 from hybridkv.tiers.remote.found import FoundPlaces

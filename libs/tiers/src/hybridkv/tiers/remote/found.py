@@ -15,7 +15,7 @@ _NUM_BYTES = attrgetter("num_bytes")
 
 
 class RemotePlace(Protocol):
-    """Place of a chunk in a remote tier. A value."""
+    """Place of a chunk in a remote tier. Immutable."""
 
     @property
     def num_bytes(self) -> int:
@@ -23,7 +23,7 @@ class RemotePlace(Protocol):
         ...
 
     def slot(self, number: int) -> Slot:
-        """Slot for the medium. `number` is unique: no other slot of the index begins at it."""
+        """Slot for the medium. `number` is unique: no other slot of the index begins at this number."""
         ...
 
 
@@ -31,7 +31,7 @@ P = TypeVar("P", bound=RemotePlace)
 
 
 class FoundPlaces(Generic[P]):
-    """Found chunks that nothing has read yet."""
+    """Found chunks that were not read yet."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, P] = {}
@@ -51,7 +51,7 @@ class FoundPlaces(Generic[P]):
         self.due_s = self._answers[0][0]
 
     def pop(self, key: Key) -> P:
-        """Remove one key, which must be present."""
+        """Remove one key and return its place. The key must be present."""
         place = self.by_key.pop(key)
         self.num_bytes -= place.num_bytes
         return place

@@ -1,8 +1,8 @@
 """Index of a remote tier: a `TierIndex` that manages no space.
 
-A found chunk is offered until it expires, and looked up again after that. A prompt may have thousands of chunks, so a
-lookup result is added with a few bulk operations; only chunks that are read or stored get a ledger entry. Starts no
-thread and opens no connection; a `LookupClient` does.
+The index offers a found chunk until the chunk expires; after that, the chunk is looked up again. A prompt may have
+thousands of chunks, so a lookup result is added with a few bulk operations. Only chunks that are read or stored get a
+ledger entry. The index starts no thread and opens no connection; its `LookupClient` does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RemoteEntry(Entry, Generic[P]):
     number: int
     place: P
     is_expired: bool
-    """Expired while pinned: offered until the last unpin."""
+    """True if the chunk expired while it was pinned. It is offered until the last unpin."""
 
     @property
     def slot(self) -> Slot:
@@ -63,7 +63,7 @@ class RemoteEntry(Entry, Generic[P]):
 
 
 class _RemoteSpace(Generic[P]):
-    """`Space` of a remote index. It never runs out. `next` is the place of the next chunk."""
+    """`Space` of a remote index, without a limit. `next` is the place of the next chunk."""
 
     def __init__(self) -> None:
         self.next: P
@@ -110,10 +110,11 @@ class RemoteIndex(Generic[P]):
         self._changes = 0
         """Number of changes to the found chunks. Part of `generation`."""
         self._num_taken_over = 0
-        """Found chunks that were moved into the ledger. Each was reserved and committed there, but not stored, so the
-        counts leave it out."""
+        """Number of found chunks that were moved into the ledger. The ledger counts a reservation and a commit for
+        each, but no chunk was stored, so `take_counts` subtracts them."""
         self._num_expired = 0
-        """Ledger entries that were withdrawn because they expired. The counts of invalidations leave them out."""
+        """Number of ledger entries that were withdrawn because they expired. `take_counts` subtracts them from the
+        invalidations."""
         self._forgotten = [0, 0]
         """Number and bytes of found chunks that were dropped to make room."""
 
@@ -121,7 +122,7 @@ class RemoteIndex(Generic[P]):
 
     @property
     def _is_urgent(self) -> bool:
-        """Whether a request waits for the lookup that is being started."""
+        """True if a request waits for the lookup that is being started."""
         return True
 
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
@@ -133,15 +134,15 @@ class RemoteIndex(Generic[P]):
         raise NotImplementedError
 
     def _expires_s(self, place: P) -> float:
-        """Expiry time of a chunk that is read or was stored now."""
+        """Expiry time of a chunk that is read now, or was just stored."""
         raise NotImplementedError
 
     def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> P | Refusal:
-        """Place of a chunk that will be stored, or why it cannot be stored. `extends` is as for `reserve`."""
+        """Place for a chunk to store, or the reason why the chunk cannot be stored. `extends` is as for `reserve`."""
         raise NotImplementedError
 
     def _on_forgotten(self, places: Mapping[Key, P]) -> None:
-        """Called with found chunks that were dropped without a reader."""
+        """Called with found chunks that were dropped before a read."""
 
     def _on_unused(self, entries: Sequence[RemoteEntry[P]]) -> None:
         """Called with entries after their last unpin."""
@@ -181,7 +182,7 @@ class RemoteIndex(Generic[P]):
         return self._tracker.answer_s
 
     def lacks(self, key: Key) -> bool:
-        """True if a key should be stored. An expired key that was not looked up again counts as present."""
+        """True if a key should be stored. False for an expired key until it is looked up again."""
         self._poll_events()
         is_unknown = self._known.lacks(key) and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)
@@ -203,7 +204,7 @@ class RemoteIndex(Generic[P]):
             self._expire_entries(now_s)
 
     def _add_found(self, number: int, places: Mapping[Key, P], until_s: float, answered_s: float) -> Mapping[Key, P]:
-        """Offer found chunks, which are open keys of a lookup. Returns the chunks for which there was room."""
+        """Offer found chunks. The keys must be open in this lookup. Returns the chunks for which there was room."""
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(self._tracker.open_keys(number), places)
         if places:
@@ -216,14 +217,14 @@ class RemoteIndex(Generic[P]):
         return places
 
     def _end_lookup(self, number: int, answer: LookupAnswer, answered_s: float) -> None:
-        """End a lookup. Its open keys get this answer."""
+        """End a lookup. All its open keys get this answer."""
         keys = self._tracker.end(number, answer, answered_s)
         if self._expired and answer is LookupAnswer.MISSING:
             for key in keys:
                 self._expired.pop(key, None)
 
     def _fitting(self, keys: Iterable[Key], places: Mapping[Key, P]) -> dict[Key, P]:
-        """The leading places for which there is room."""
+        """Places for which there is room, in the order of the keys."""
         left_bytes = self.capacity_bytes - self.used_bytes
         left_keys = self._options.max_known - len(self._known.by_key) - len(self._found.by_key)
         fitting: dict[Key, P] = {}
@@ -235,8 +236,8 @@ class RemoteIndex(Generic[P]):
         return fitting
 
     def _make_room(self, num_bytes: int, num_keys: int) -> bool:
-        """Drop found chunks, then chunks that were stored or read, until there is room. False, and nothing is dropped,
-        if that would not be enough."""
+        """Drop found chunks, then chunks that were stored or read, until there is room. If that cannot be enough, drops
+        no chunk and returns False."""
         known, found = self._known, self._found
         in_use_bytes, num_in_use = known.used_bytes - known.evictable_bytes, known.num_reserved + known.num_pinned
         if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._options.max_known:
@@ -302,7 +303,7 @@ class RemoteIndex(Generic[P]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all known chunks. They are stored elsewhere."""
+        """Number of bytes of all known chunks. The bytes themselves are stored elsewhere."""
         return self._known.used_bytes + self._found.num_bytes
 
     def cost(self, num_bytes: int) -> int:
@@ -441,7 +442,7 @@ class RemoteIndex(Generic[P]):
         return self._known.forget_all() + len(places)
 
     def take_counts(self) -> TierCounts:
-        """Counts since the last call. Ledger operations of lookups and of expiry are left out."""
+        """Counts since the last call. Ledger operations of found chunks and of expiry are left out."""
         self._poll_events()
         counts = self._known.tally.take()
         num_taken_over, self._num_taken_over = self._num_taken_over, 0

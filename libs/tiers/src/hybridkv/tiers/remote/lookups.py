@@ -15,9 +15,9 @@ from itertools import islice
 from hybridkv.tiers.contract import Key, LookupAnswer, LookupCounts
 
 _LONG_AGO_S = -math.inf
-"""Time before all others. Also the deadline of a lookup that has timed out."""
+"""Earliest time. Also the deadline of a lookup that has timed out."""
 FIRST_ANSWER_S = 0.02
-"""Expected time of an answer before the first one."""
+"""Expected seconds to an answer, before the first answer."""
 _NEW_SHARE = 0.25
 """Share of the newest answer in the moving average."""
 
@@ -30,11 +30,11 @@ class _TrackedLookup:
     deadline_s: float
     forget_at_s: float
     timeout_s: float = 0.0
-    """Time from the send to the deadline that it then had."""
+    """Seconds from the send to the first deadline."""
     is_timed: bool = False
-    """Its first answer is part of the average."""
+    """True after its first answer was added to the average."""
     is_urgent: bool = True
-    """A request waits for it. Only such lookups change `answer_s` and `lookup_counts`."""
+    """True if a request waits for the lookup. Only such lookups change `answer_s` and `lookup_counts`."""
 
 
 class LookupTracker:
@@ -59,7 +59,7 @@ class LookupTracker:
         """Number of changes. Part of the index's `generation`."""
         self.lookup_counts = LookupCounts()
         self.answer_s = FIRST_ANSWER_S
-        """Moving average of the time from a lookup to its first answer."""
+        """Moving average of the seconds from a lookup to its first answer."""
         self._missing: dict[Key, float] = {}
         """Time until which a key counts as missing. The oldest first."""
         self._answers: dict[LookupAnswer, int] = {}
@@ -82,11 +82,11 @@ class LookupTracker:
         return number is not None and self._lookups[number].deadline_s != _LONG_AGO_S
 
     def is_missing(self, key: Key, since_s: float) -> bool:
-        """Whether a lookup at `since_s` or later found that a key is missing."""
+        """True if a lookup found at `since_s` or later that a key is missing."""
         return self._missing.get(key, _LONG_AGO_S) >= since_s + self._missing_s
 
     def forget_missing(self, keys: Iterable[Key], before_s: float = math.inf) -> None:
-        """Forget that lookups before `before_s` found these keys missing. So they may be looked up again at once."""
+        """Forget that these keys were found missing before `before_s`. So they may be looked up again at once."""
         missing, until_s = self._missing, before_s + self._missing_s
         for key in keys:
             if missing.get(key, math.inf) < until_s:
@@ -104,9 +104,9 @@ class LookupTracker:
     ) -> list[Key]:
         """Select the keys to look up now: not open, not recently missing, and within `max_open_keys`.
 
-        Open keys get the later deadline. An urgent lookup removes its keys from open lookups that are not urgent, and
-        sends them again. A lookup that is not urgent does so with keys of urgent lookups that have timed out; it does
-        not change the deadlines of other urgent lookups.
+        An open key keeps the later of both deadlines. An urgent lookup takes its keys from open lookups that are not
+        urgent, and sends them again. A lookup that is not urgent takes keys only from urgent lookups that have timed
+        out; it does not change the deadlines of other urgent lookups.
         """
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):
@@ -144,7 +144,7 @@ class LookupTracker:
     def begin(
         self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float, *, is_urgent: bool = True
     ) -> None:
-        """Record a lookup that was sent. With `is_urgent`, a request waits for it."""
+        """Record a lookup that was sent. `is_urgent`: a request waits for it."""
         open_keys = dict.fromkeys(keys)
         self._lookups[number] = _TrackedLookup(
             open_keys, sent_s, deadline_s, self.forget_at_s(deadline_s), deadline_s - sent_s, is_urgent=is_urgent
@@ -154,12 +154,12 @@ class LookupTracker:
         self.due_s = min(self.due_s, deadline_s)
 
     def resent(self, number: int, sent_s: float) -> None:
-        """A lookup was sent to other receivers: the time of its first answer counts from now."""
+        """Record that a lookup was sent to other receivers. The seconds to its first answer count from `sent_s`."""
         if number in self._lookups:
             self._lookups[number].sent_s = sent_s
 
     def not_sent(self, num_keys: int) -> None:
-        """Count keys that could not be sent, as timed out. Does not affect the breaker."""
+        """Count keys that could not be sent as timed out. Does not affect the breaker."""
         self._count(LookupAnswer.TIMED_OUT, num_keys)
 
     # Ends.
@@ -173,7 +173,7 @@ class LookupTracker:
             self._record(lookup, LookupAnswer.FOUND, len(keys), answered_s)
 
     def end(self, number: int, answer: LookupAnswer, answered_s: float) -> list[Key]:
-        """End a lookup. Returns its open keys, which all get this answer: MISSING or TIMED_OUT."""
+        """End a lookup. All its open keys get this answer, MISSING or TIMED_OUT. Returns these keys."""
         lookup = self._lookups.pop(number, None)
         if lookup is None or not lookup.open_keys:
             return []
@@ -193,7 +193,7 @@ class LookupTracker:
             self.end(number, LookupAnswer.TIMED_OUT, math.inf)
 
     def withdraw(self, key: Key) -> None:
-        """Drop a key: its answer is not needed any more."""
+        """Drop an open key, because its answer is not needed any more."""
         number = self._number_of.pop(key, None)
         if number is not None:
             del self._lookups[number].open_keys[key]

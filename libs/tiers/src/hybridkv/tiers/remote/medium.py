@@ -1,4 +1,4 @@
-"""Base of a remote medium: checks operations at the start and queues their completions from other threads."""
+"""Base class of a remote medium: checks operations at the start, and queues completions from other threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RemoteMedium:
     def _begin(
         self, ticket: Ticket, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool
     ) -> list[memoryview] | None:
-        """Begin an operation. Returns its memory as byte views; None if it failed at once."""
+        """Begin an operation. Returns its buffers as byte views; None if the operation failed at once."""
         with self._changed:
             self._num_open += 1
         views: list[memoryview] | Failure = CLOSED

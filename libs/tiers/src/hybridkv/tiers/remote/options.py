@@ -8,22 +8,22 @@ from hybridkv.tiers.errors import TierConfigurationError
 
 
 class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of a tier's options.
+    """Base class of the options of a remote tier.
 
     Raises:
         TierConfigurationError: a value is invalid.
     """
 
     max_open_keys: int = 4096
-    """Limit of keys without an answer."""
+    """Limit of keys in open lookups."""
     max_known: int = 65_536
     """Limit of chunks in the index."""
     known_bytes: int = 1 << 40
-    """Limit of their bytes on one rank."""
+    """Limit of the bytes of these chunks on one rank."""
     missing_s: float = 1.0
     """Seconds in which a missing key is not looked up again."""
     forget_after_s: float = 10.0
-    """Seconds from the deadline of an unanswered lookup until it is forgotten."""
+    """Seconds from the deadline of an unanswered lookup until the index forgets it."""
     max_waiting: int = 4096
     """Limit of open loads and stores. One more fails with BUSY."""
 

@@ -1,12 +1,13 @@
 """Cascade queue: the chunks to copy from the primary tier to one secondary tier, in order.
 
-A chunk waits while the bounds of moves in flight are reached, and while the secondary tier answers BUSY. A chunk needs
-the last of the keys that it extends, and is sent only when that one is in the secondary tier or in flight, so the
-secondary tier holds beginnings of prefixes wherever the queue stops. Waiting chunks are not pinned in the primary tier,
-since new stores are worth more than copies: if one is evicted, it is dropped from the queue with all that need it.
+A chunk waits while the limits of moves in flight are reached, and while the secondary tier refuses chunks with BUSY. A
+chunk needs the last key of its `extends`: it is sent only when that key is in the secondary tier or in flight to it. So
+each prefix is copied from its beginning, and has no gap if the queue stops. Waiting chunks are not pinned in the
+primary tier, because new stores are worth more than copies. If a waiting chunk is evicted, the queue drops this chunk
+and the waiting chunks that need it.
 
-When a cascade fails, the chunks that need it are dropped if they wait, and invalidated in the secondary tier if they
-are in flight or have arrived.
+If the cascade of a chunk fails, the chunks that need it are dropped if they wait, and invalidated in the secondary tier
+if they are in flight or have arrived.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SecondaryTierOptions
 
 MAX_PREPARED = 512
-"""Chunks that are announced to the secondary tier before they are reserved."""
+"""Limit of chunks that are announced to the secondary tier before they are reserved."""
 STEP_AGAIN_S = 1.0
-"""Seconds without progress in which the queue requests further engine steps. A tier that accepts nothing may never
-recover."""
+"""Seconds after the last progress in which the queue requests further engine steps. Limited, because a tier that
+accepts no chunk may never recover."""
 
 
 class WriteGate(enum.Enum):
-    """Whether the secondary tier may be written to."""
+    """Permission to write to the secondary tier."""
 
     OPEN = "write"
     PROBE = "write one chunk, then wait for its outcome"
@@ -43,7 +44,7 @@ class WriteGate(enum.Enum):
 
 
 class _QueueStep(enum.Enum):
-    """What to do with the first chunk of the queue if it is not dropped."""
+    """Result of an attempt to send the first chunk of the queue, if the chunk is not dropped."""
 
     SENT = "in flight now"
     PRESENT = "in the secondary tier, or in flight"
@@ -56,18 +57,18 @@ class _QueuedChunk:
     """A chunk to copy."""
 
     number: int
-    """Greater than that of the chunk that it extends."""
+    """Position in the order of sends. Greater than the number of the chunk that this chunk extends."""
     key: Key
     extends: Extends
     num_bytes: int = 0
-    """Known after the first attempt."""
+    """0 until the first attempt to send it."""
     was_sent: bool = False
     is_timed_out: bool = False
     is_forgotten: bool = False
 
 
 class CascadeQueue:
-    """Cascades to one secondary tier: those that wait and the bookkeeping of those in flight.
+    """Cascades to one secondary tier: the waiting chunks, and bookkeeping of the chunks in flight.
 
     Args:
         primary: index of the primary tier.
@@ -98,26 +99,26 @@ class CascadeQueue:
         """Heap of the chunks to send again, before the queue."""
         self._queue: deque[_QueuedChunk] = deque()
         self.parked: dict[Key, list[_QueuedChunk]] = {}
-        """Chunks that wait for a key that is still being stored in the primary tier, by that key."""
+        """Chunks that wait for a key, by that key. The key is PENDING in the primary tier, or its chunk is parked."""
         self._parked_keys: set[Key] = set()
         self._keys: set[Key] = set()
-        """Of all waiting chunks: retries, queued and parked."""
+        """Keys of all waiting chunks: retries, queued and parked."""
         self._is_blocked = False
-        """The first chunk was tried, and nothing has changed since."""
+        """True if the first chunk could not be sent at the last attempt, and nothing has changed since."""
         self._has_new = False
         self._moving: dict[Key, _QueuedChunk] = {}
         self._arrived: dict[Key, _QueuedChunk] = {}
-        """Chunks that arrived before a chunk that they need."""
+        """Chunks that have arrived, but need a chunk that may still fail."""
         self.since_s = 0.0
         """Time of the last progress: a success, a first send, or a chunk added to an empty queue."""
         self._awake_since_s = 0.0
-        """Start of the time in which the queue requests steps: the last success, or the first chunk added to an empty
-        queue after something was sent."""
+        """Start of the time in which the queue requests steps: the last success, or the first addition to an empty
+        queue after a send."""
         self._has_sent = True
 
     @property
     def has_queued(self) -> bool:
-        """True if a chunk may be due."""
+        """True if a chunk waits and is not parked."""
         return bool(self._queue or self._retries)
 
     @property
@@ -135,12 +136,12 @@ class CascadeQueue:
         return len(self._keys)
 
     def needs_step(self, now_s: float) -> bool:
-        """True if the caller should step again soon though nothing is in flight. Otherwise waiting chunks are sent in
-        the next step that happens for another reason."""
+        """True if the caller should step again soon, even if no move is in flight. If False, waiting chunks are sent in
+        the next step that has another reason."""
         return bool(self._keys) and now_s - self._awake_since_s < STEP_AGAIN_S
 
     def add(self, key: Key, extends: Extends, now_s: float) -> MoveResult | None:
-        """Queue a chunk if the secondary tier lacks it. Returns the reason if it is dropped."""
+        """Queue a chunk if the secondary tier lacks it. Returns the reason if the chunk is dropped, else None."""
         if key in self._keys or not self._secondary.lacks(key):
             return None
         if self.is_full:
@@ -156,7 +157,8 @@ class CascadeQueue:
         return None
 
     def on_primary_resolved(self, key: Key) -> None:
-        """The primary tier holds a chunk now, or never will: append the chunks parked for it to the queue."""
+        """Append the chunks parked for a key to the queue, then the chunks parked for these chunks. Call it when the
+        key is no longer PENDING in the primary tier."""
         if not self.parked:
             return
         resolved = deque([key])
@@ -169,11 +171,11 @@ class CascadeQueue:
                 self._is_blocked = False
 
     def pump(self, gate: Callable[[], WriteGate], now_s: float) -> list[MoveResult]:
-        """Send the chunks that may go now. Returns one reason for each dropped chunk.
+        """Send chunks in order, until one has to wait. Returns one reason for each dropped chunk.
 
         Args:
-            gate: whether the secondary tier may be written to.
-            now_s: time; a first send is progress (`since_s`).
+            gate: returns the permission to write to the secondary tier.
+            now_s: current time. The first send of a chunk is progress (`since_s`).
         """
         dropped: list[MoveResult] = []
         self._has_new = False
@@ -202,7 +204,7 @@ class CascadeQueue:
         return dropped
 
     def prepare(self, gate: WriteGate) -> None:
-        """Announce the first chunks of the queue together. Otherwise the queue would wait for an answer about each."""
+        """Announce the first chunks of the queue together. The tier then looks them up together, not one by one."""
         num_chunks = {WriteGate.OPEN: MAX_PREPARED, WriteGate.PROBE: 1}.get(gate, 0)
         if self._batched is not None and num_chunks and self._queue:
             self._batched.prepare_stores([chunk.key for chunk in islice(self._queue, num_chunks)])
@@ -233,16 +235,18 @@ class CascadeQueue:
 
     @property
     def _budget_bytes(self) -> float:
-        """Bytes that may still go in flight. A single chunk may be larger than the bound."""
+        """Number of bytes that may still be sent. Infinite if no cascade is in flight, so that a chunk larger than the
+        limit is sent alone."""
         moving_bytes = self._in_flight.bytes_in_flight[Direction.CASCADE]
         return self._max_bytes - moving_bytes if moving_bytes else math.inf
 
     def _wait_or(self, otherwise: MoveResult) -> _QueueStep | MoveResult:
-        """Wait for the cascades in flight, unless all of them have timed out."""
+        """LATER while a cascade is in flight that has not timed out, else `otherwise`."""
         return _QueueStep.LATER if self._in_flight.num_live[Direction.CASCADE] else otherwise
 
     def _park(self, chunk: _QueuedChunk, needed: Key) -> _QueueStep | MoveResult:
-        """Park a chunk if a store is about to bring the chunk that it needs: that one will be queued later."""
+        """Park a chunk until the key that it needs is queued. Drop it if the key is neither PENDING in the primary tier
+        nor parked."""
         if needed not in self._parked_keys and self._primary.lookup(needed) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
         self.parked.setdefault(needed, []).append(chunk)
@@ -261,7 +265,7 @@ class CascadeQueue:
             return _QueueStep.PRESENT
         if secondary is Refusal.BUSY:
             return _QueueStep.LATER
-        # Chunks in flight are not evictable before they arrive, so room may appear then.
+        # Chunks in flight cannot be evicted before they arrive. After that there may be room.
         is_waiting = secondary is Refusal.NO_ROOM
         return self._wait_or(MoveResult.DROPPED_NO_ROOM) if is_waiting else MoveResult.DROPPED_NO_ROOM
 
@@ -271,11 +275,11 @@ class CascadeQueue:
             self._batched.end_batch()
 
     def on_timeout(self, key: Key) -> None:
-        """A cascade timed out."""
+        """Record that a cascade timed out."""
         self._moving[key].is_timed_out = True
 
     def on_ended(self, key: Key, failure: Failure | None, now_s: float) -> bool:
-        """A cascade ended. Returns True if it is retried, because the medium was BUSY."""
+        """Record the end of a cascade. True if the cascade is retried because the medium was BUSY."""
         chunk = self._moving.pop(key)
         self._is_blocked = False
         if failure is None:
@@ -298,7 +302,7 @@ class CascadeQueue:
             self._arrived.clear()
 
     def _may_still_fail(self, chunk: _QueuedChunk, arrived: Mapping[Key, _QueuedChunk]) -> bool:
-        """True if a chunk that it needs may still fail."""
+        """True if the chunk that this chunk needs may still fail."""
         return any(needed in self._moving or needed in arrived or needed in self._keys for needed in chunk.extends[-1:])
 
     def _trim_arrived(self) -> None:
@@ -310,7 +314,8 @@ class CascadeQueue:
         self._arrived = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
 
     def _on_lost(self, chunk: _QueuedChunk) -> None:
-        """A sent chunk did not arrive: invalidate the chunks sent after it that need it, directly or not."""
+        """Invalidate the chunks that need a lost chunk, directly or not, and were sent after it. Does nothing for a
+        chunk that was never sent."""
         if not chunk.was_sent:
             return
         lost = {chunk.key}
@@ -339,7 +344,7 @@ class CascadeQueue:
         self._keys.clear()
 
     def clear(self) -> None:
-        """Forget the waiting chunks. Cascades in flight end, and are not retried."""
+        """Forget the waiting chunks. Cascades in flight still end, but are not retried."""
         self._drop_all()
         for chunk in self._moving.values():
             chunk.is_forgotten = True

@@ -1,12 +1,12 @@
 """Health of one secondary tier: circuit breakers for the moves of each direction, and for lookups.
 
 Each direction has its own breakers, because a tier that fails in one direction may still work in the other: a full or
-read-only file system fails every store and serves every load. Lookups have a breaker of their own beside that of
-promotions: a tier that answers lookups but fails every load, or the opposite, is useless, so a success of one does not
-excuse failures of the other. When the process is short of a resource, or a queue is full, nothing was tried and the
-tier is not at fault: a separate backoff keeps callers from retrying in every step.
+read-only file system fails every store and serves every load. Lookups and promotions have separate breakers, because a
+tier is useless if it answers lookups but fails every load, or the opposite. So a success of one does not reset the
+failures of the other. If the process is short of a resource, or a queue is full, no operation was tried and the tier
+did not fail. Then a separate backoff prevents a retry in every step.
 
-Moves nothing, and reads no clock of its own.
+This module moves no bytes and reads no clock: callers pass the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.moves import Direction
 
 LONG_SHORTAGE_S = 1.0
-"""A backoff of this length or more makes the direction unusable; callers wait for the end of a shorter one."""
+"""A backoff of this length or more makes the direction unusable. Callers wait for the end of a shorter backoff."""
 _TIER_FAULTS = (FailureReason.IO, FailureReason.CLOSED)
 """Failures of the tier, not only of one chunk."""
 
@@ -37,10 +37,10 @@ class BreakerState(enum.StrEnum):
 
 
 class BreakerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """When a breaker opens, and for how long.
+    """Limits at which a breaker opens, and the time until it probes.
 
     Args:
-        failures: failures in a row that open it; at least 1.
+        failures: number of failures in a row that open the breaker; at least 1.
         first_backoff_s: backoff after the first opening; each failed probe doubles it.
         max_backoff_s: upper bound of the backoff.
     """
@@ -98,7 +98,7 @@ class Breaker:
             self._state = BreakerState.PROBING
 
     def succeed(self) -> None:
-        """Record a success. Ignored while open: that operation started before the breaker opened."""
+        """Record a success. Ignored while open: the operation started before the breaker opened."""
         if self._state is BreakerState.OPEN:
             return
         self._failures = 0
@@ -124,9 +124,9 @@ class Breaker:
 class _DirectionHealth(NamedTuple):
     moves: Breaker
     shortage: Breaker
-    """Open while moves wait for files, memory, threads or room in a queue."""
+    """Open after BUSY moves: the process was short of files, memory or threads, or a queue was full."""
     lookups: Breaker
-    """Of promotions only: open while lookups are not answered."""
+    """Open after unanswered lookups. Used only for promotions."""
 
     @property
     def is_usable(self) -> bool:
@@ -140,7 +140,7 @@ class _DirectionHealth(NamedTuple):
 
     @property
     def view(self) -> tuple[BreakerState, bool]:
-        """State that answers depend on."""
+        """State that lookup answers depend on."""
         return self.moves.state, self.is_usable
 
 
@@ -158,13 +158,13 @@ class TierHealth:
             for direction in Direction
         }
         self.can_promote = True
-        """Promotions are usable and not probing."""
+        """True if promotions are usable and not probing."""
         self.degraded: frozenset[Direction] = frozenset()
         """Directions for which a successful move changes the state."""
         self.next_change_s = math.inf
         """Time of the next change by `tick`."""
         self.revision = 0
-        """Changes with the state of promotions."""
+        """Number of changes to the state of promotions."""
 
     def state(self, direction: Direction) -> BreakerState:
         health = self._directions[direction]
@@ -199,7 +199,7 @@ class TierHealth:
             self._update(direction, before)
 
     def on_move(self, direction: Direction, failure: Failure | None, now_s: float) -> None:
-        """A move ended that had not timed out."""
+        """Record the end of a move that has not timed out."""
         health = self._directions[direction]
         before = health.view
         if failure is not None and failure.reason is FailureReason.BUSY:
@@ -213,19 +213,19 @@ class TierHealth:
         self._update(direction, before)
 
     def on_timeout(self, direction: Direction, now_s: float) -> None:
-        """A move timed out. Its later end must not be reported."""
+        """Record that a move timed out. Do not report the later end of this move."""
         before = self._directions[direction].view
         self._directions[direction].moves.fail(now_s)
         self._update(direction, before)
 
     def on_lookup_answered(self) -> None:
-        """A lookup was answered in time."""
+        """Record a lookup that was answered in time."""
         before = self._directions[Direction.PROMOTE].view
         self._directions[Direction.PROMOTE].lookups.succeed()
         self._update(Direction.PROMOTE, before)
 
     def on_lookup_timeout(self, now_s: float) -> None:
-        """A lookup was not answered in time, or could not be sent."""
+        """Record a lookup that was not answered in time, or could not be sent."""
         before = self._directions[Direction.PROMOTE].view
         self._directions[Direction.PROMOTE].lookups.fail(now_s)
         self._update(Direction.PROMOTE, before)

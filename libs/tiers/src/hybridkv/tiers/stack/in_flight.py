@@ -1,6 +1,6 @@
 """Moves in flight between the primary tier and one secondary tier: bytes, ranks that are not done, timeouts.
 
-Judges no outcome and calls no tier.
+Does not act on outcomes, and calls no tier.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class InFlightMove(msgspec.Struct):
     ranks_left: int
     since_s: float
     failure: Failure | None = None
-    """Of the first rank that failed."""
+    """Failure of the first rank that failed."""
     is_timed_out: bool = False
     is_prefetch: bool = False
-    """No request waited for it when it started."""
+    """True if no request waited for the move when it started."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class SharedMoves:
     """State of moves that all secondary tiers of one stack share.
 
     Args:
-        num_ranks: media that report every move.
+        num_ranks: number of ranks. Each rank reports the outcome of every move.
     """
 
     num_ranks: int
@@ -64,9 +64,9 @@ class InFlightMoves:
         self._move_ids = move_ids
         self._shared = shared
         self._moves: dict[int, InFlightMove] = {}
-        """In the order of their start."""
+        """Moves by id, in the order of their start."""
         self.bytes_in_flight = dict.fromkeys(Direction, 0)
-        """Per direction, of one rank. Without timed-out promotions."""
+        """Bytes of one rank, per direction. Without timed-out promotions, but with timed-out cascades."""
         self.num_live = dict.fromkeys(Direction, 0)
         """Moves that have not timed out, per direction."""
         self.prefetching_bytes = 0
@@ -78,7 +78,7 @@ class InFlightMoves:
     def plan(
         self, direction: Direction, key: Key, primary: Slot, secondary: Slot, now_s: float, is_prefetch: bool = False
     ) -> None:
-        """Add a move to those that `TierStack.take_moves` returns next."""
+        """Add a move to the moves that `TierStack.take_moves` returns next."""
         move = TierMove(next(self._move_ids), direction, self._tier, key, primary, secondary)
         num_bytes = primary.num_bytes
         self._moves[move.move_id] = InFlightMove(

@@ -1,4 +1,4 @@
-"""Promotion leases: a request keeps chunks pinned in the primary tier, or waits for their promotion, until it releases.
+"""Promotion leases: chunks that a request keeps pinned in the primary tier, or waits for, until it releases the lease.
 
 Also the deadlines of a stack: of leases, of moves, and of backoffs.
 """
@@ -21,9 +21,9 @@ class LeaseFailure(enum.StrEnum):
     """Why a promotion lease failed."""
 
     TIMEOUT = "timeout"
-    """A secondary tier took longer than allowed."""
+    """A chunk did not arrive in time."""
     LOST = "lost"
-    """A chunk could not be promoted, or was invalidated."""
+    """A chunk could not be promoted or stored, or was invalidated."""
 
 
 class PromotionLease(msgspec.Struct):
@@ -36,10 +36,10 @@ class PromotionLease(msgspec.Struct):
     waiting: set[Key] = set()
     """Not in the primary tier yet: being promoted or stored."""
     source: str = ""
-    """The slowest tier that a waiting chunk is promoted from, even if another request started the promotion. The first
+    """Farthest tier from which a waiting chunk is promoted, even if another request started the promotion. The nearest
     secondary tier if no chunk is being promoted."""
     failure: LeaseFailure | None = None
-    """If set, nothing is pinned any more."""
+    """If set, no chunk is pinned any more."""
 
     @property
     def is_ready(self) -> bool:
@@ -51,7 +51,7 @@ class PromotionLeases:
 
     Args:
         primary: index of the primary tier.
-        timeout_s: how long a lease may wait.
+        timeout_s: time limit of a waiting lease.
     """
 
     def __init__(self, primary: TierIndex, timeout_s: float) -> None:
@@ -61,8 +61,8 @@ class PromotionLeases:
         self._timeouts = 0
 
     def current(self, owner: str) -> PromotionLease | None:
-        """The lease of this owner. It fails with LOST if one of its chunks was invalidated after it was pinned: no load
-        can pin that chunk again."""
+        """Lease of this owner, None if there is none. The lease fails with LOST if one of its chunks was invalidated
+        after the pin, because no load can pin that chunk again."""
         lease = self.by_owner.get(owner)
         if lease is not None and lease.pinned and not self._are_offered(lease.pinned):
             self._fail(lease, LeaseFailure.LOST)
@@ -78,7 +78,7 @@ class PromotionLeases:
             self.unpin(lease)
 
     def unpin(self, lease: PromotionLease) -> None:
-        """Unpin its chunks and stop waiting."""
+        """Unpin the chunks of a lease and end its wait."""
         self._primary.unpin_all(reversed(lease.pinned))
         lease.pinned.clear()
         lease.waiting.clear()
@@ -88,7 +88,7 @@ class PromotionLeases:
         lease.failure = failure
 
     def on_arrived(self, key: Key) -> None:
-        """A chunk arrived in the primary tier: pin it for each lease that waits for it."""
+        """Pin a chunk that arrived in the primary tier, once for each lease that waits for it."""
         for lease in self.by_owner.values():
             if key in lease.waiting:
                 lease.waiting.discard(key)
@@ -96,7 +96,7 @@ class PromotionLeases:
                 lease.pinned.append(key)
 
     def on_lost(self, key: Key) -> None:
-        """A chunk will not arrive: fail the leases that wait for it."""
+        """Fail the leases that wait for a chunk that will not arrive."""
         for lease in self.by_owner.values():
             if key in lease.waiting:
                 self._fail(lease, LeaseFailure.LOST)
@@ -135,9 +135,9 @@ class StackDeadlines:
     """All deadlines of one stack.
 
     Args:
-        tiers: its secondary tiers.
-        leases: its promotion leases.
-        context: has the time of the next deadline.
+        tiers: secondary tiers of the stack.
+        leases: promotion leases of the stack.
+        context: shared state; has the time of the next deadline.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTierState], leases: PromotionLeases, context: StackContext) -> None:
@@ -151,8 +151,8 @@ class StackDeadlines:
     def tick(self) -> None:
         """Apply timeouts; call it once a step.
 
-        A lease fails at its deadline. A move times out one call later, when the caller could have polled its end: the
-        caller itself may have been stalled between two calls.
+        A lease fails at its deadline. A move times out one call after its deadline, because the caller may have been
+        stalled between two calls. So the caller can still report a move that ended in time.
         """
         now_s = self._clock()
         for tier in self._tiers:
@@ -163,7 +163,7 @@ class StackDeadlines:
         self._pass_time(now_s)
 
     def check(self) -> None:
-        """Apply due timeouts without a `tick`. One comparison if nothing waits."""
+        """Apply due timeouts without a `tick`. Costs one comparison if there is no deadline."""
         due_s = self._context.due_s
         if due_s == _NEVER_S:
             return
@@ -175,7 +175,7 @@ class StackDeadlines:
         self._pass_time(now_s)
 
     def _time_out_waiters(self, tier: SecondaryTierState, keys: Sequence[Key]) -> None:
-        """Fail leases early if this tier's limit is shorter than theirs, which is the longest of all tiers."""
+        """Fail leases that wait for these keys, if the time limit of this tier is shorter than the limit of leases."""
         if tier.load_timeout_s < self._leases.timeout_s:
             self._leases.time_out_waiters(keys)
 

@@ -1,7 +1,7 @@
 """Worker half of a stack, one for each rank: submits moves to the secondary media, and verifies their results.
 
-The secondary medium verifies a promoted chunk; the arena seals it with that checksum, so later checks compare with the
-bytes stored first. A cascaded chunk must have the checksum that it was sealed with.
+The secondary medium verifies a promoted chunk. The arena seals the chunk with the checksum from the medium, so later
+checks compare with the bytes that were stored first. The checksum of a cascaded chunk must equal the one in its seal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TierMover:
-    """Runs moves between an arena and secondary media. Decides nothing; errors of a medium are outcomes.
+    """Runs moves between an arena and secondary media. Makes no decisions. Returns errors of a medium as failures.
 
     Args:
         arena: this rank's part of the primary tier.
@@ -31,11 +31,11 @@ class TierMover:
         self._clock = clock
         self._moves: dict[Ticket, tuple[TierMove, float]] = {}
         self._broken: set[str] = set()
-        """Tiers of media that have raised."""
+        """Names of tiers with a medium that has raised an exception."""
         self._ended: list[tuple[TierMove, Failure | None, float]] = []
 
     def start(self, moves: Iterable[TierMove]) -> None:
-        """Submit moves. Errors are outcomes, not exceptions."""
+        """Submit moves. Raises nothing: `poll` returns errors as failures."""
         for move in moves:
             ticket = Ticket(move.move_id)
             started_s = self._clock()
@@ -54,7 +54,7 @@ class TierMover:
                     medium.load(ticket, move.key, move.secondary, views)
                 else:
                     medium.store(ticket, move.key, move.secondary, views)
-            except Exception as error:  # it may have started: the move ends with its completion, or times out
+            except Exception as error:  # the operation may run: the move ends with its completion, or times out
                 self._log_once(move.tier, error)
         for tier, medium in self.media.items():
             if isinstance(medium, BatchedMedium):
@@ -64,7 +64,7 @@ class TierMover:
                     self._log_once(tier, error)
 
     def _log_once(self, tier: str, error: Exception) -> None:
-        """Log that a medium broke its contract, once per tier: it may do so in every step."""
+        """Log that a medium raised an exception. Once per tier, because the medium may raise in every step."""
         if tier not in self._broken:
             self._broken.add(tier)
             logger.error(
@@ -79,7 +79,7 @@ class TierMover:
         for tier, medium in self.media.items():
             try:
                 completions = medium.poll()
-            except Exception as error:  # its moves time out; other tiers are not affected
+            except Exception as error:  # the moves of this tier time out; other tiers are not affected
                 self._log_once(tier, error)
                 continue
             for completion in completions:
@@ -116,7 +116,7 @@ class TierMover:
             try:
                 is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
                 medium.close()
-            except Exception as error:  # close the others too
+            except Exception as error:  # the other media must be closed too
                 self._log_once(tier, error)
                 is_drained = False
         return is_drained

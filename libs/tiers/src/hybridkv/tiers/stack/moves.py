@@ -28,7 +28,7 @@ class TierMove(msgspec.Struct, frozen=True, array_like=True):
         move_id: identifies the move in its outcome.
         direction: promotion or cascade.
         tier: name of the secondary tier.
-        key: of the chunk.
+        key: key of the chunk.
         primary: slot in the primary tier.
         secondary: slot in the secondary tier.
     """
@@ -42,7 +42,7 @@ class TierMove(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Number of ranks that are done with a move, and the failure of the first that failed."""
+    """Number of ranks that are done with a move, and the failure of the first rank that failed."""
 
     num_ranks: int
     failure: Failure | None = None
@@ -57,49 +57,49 @@ class MoveResult(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     DROPPED_BUSY = "dropped_busy"
-    """The queue is full, or everything in flight has timed out."""
+    """The queue is full, or all cascades in flight have timed out."""
     DROPPED_NO_ROOM = "dropped_no_room"
     """The destination had no space."""
     DROPPED_OPEN = "dropped_open"
     """The breaker of this direction is open."""
     DROPPED_ORPHAN = "dropped_orphan"
-    """A chunk that it needs is neither in the secondary tier nor in flight to it."""
+    """A chunk that this chunk needs is neither in the secondary tier nor in flight to that tier."""
     DROPPED_EVICTED = "dropped_evicted"
-    """The primary tier evicted it before its turn."""
+    """The primary tier evicted the chunk before it was sent."""
     DROPPED_LATE = "dropped_late"
-    """It waited while no cascade succeeded for `load_timeout_s`."""
+    """The chunk waited while the queue made no progress for `load_timeout_s`."""
 
 
 class PrefetchResult(enum.StrEnum):
     """Result of the prefetch of one prefix."""
 
     PROMOTED = "promoted"
-    """All missing chunks arrived, including those that others promoted or stored meanwhile."""
+    """All missing chunks arrived, some perhaps by another promotion or a store."""
     NOTHING = "nothing"
-    """Nothing was missing, or others promoted all of it."""
+    """No chunk was missing, or other promotions or stores wrote all missing chunks."""
     NO_ROOM = "no_room"
-    """The bound on unused prefetched bytes was reached. The beginning of the prefix arrived."""
+    """The limit of unused prefetched bytes was reached. The beginning of the prefix arrived."""
     LATE = "late"
-    """It took longer than `load_timeout_s`."""
+    """The prefetch took longer than `load_timeout_s`."""
     LOST = "lost"
-    """A chunk could not be promoted, was invalidated, or its tier is not used."""
+    """A chunk could not be promoted, was invalidated, or its tier is not usable; or the prefetch was stopped."""
     CROWDED = "crowded"
     """Too many prefixes are in progress."""
 
 
 class PrefetchBytes(enum.StrEnum):
-    """What happened to prefetched bytes."""
+    """Counted events of prefetched bytes."""
 
     PROMOTED = "promoted"
     """Arrived in the primary tier."""
     USED = "used"
-    """Used for the first time: leased, pinned or touched."""
+    """Used for the first time: leased or pinned."""
     DISPLACED = "displaced"
     """Dropped unused, to make room for another prefetch."""
 
 
 class MoveCounts(msgspec.Struct, frozen=True):
-    """Counts of the moves of one secondary tier. Bytes are those of one rank."""
+    """Counts of the moves of one secondary tier. Bytes count one rank."""
 
     promotions: dict[MoveResult, int] = {}
     cascades: dict[MoveResult, int] = {}
@@ -108,7 +108,7 @@ class MoveCounts(msgspec.Struct, frozen=True):
     failures: dict[str, int] = {}
     """Failed moves by `FailureReason`."""
     breaker_openings: dict[Direction, int] = {}
-    """Without directions that had none."""
+    """Openings of breakers, by direction; only directions that had any."""
 
     def merge(self, other: MoveCounts) -> MoveCounts:
         return MoveCounts(
@@ -139,7 +139,7 @@ class MoveTally:
             self.num_bytes[direction] += num_bytes
 
     def as_counts(self, breaker_openings: dict[Direction, int]) -> MoveCounts:
-        """The counts so far, with the openings of breakers in that time."""
+        """Counts so far, and the openings of breakers in the same time."""
         return MoveCounts(
             promotions=self.results[Direction.PROMOTE],
             cascades=self.results[Direction.CASCADE],
@@ -160,7 +160,7 @@ class StackCounts(msgspec.Struct, frozen=True):
     prefetches: dict[PrefetchResult, int] = {}
     """Prefixes by result; only results that occurred."""
     prefetch_bytes: dict[PrefetchBytes, int] = {}
-    """Of one rank."""
+    """Bytes of one rank, by event; only events that occurred."""
 
     @property
     def moves(self) -> MoveCounts:

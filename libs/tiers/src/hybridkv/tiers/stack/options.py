@@ -14,33 +14,36 @@ class CascadePolicy(enum.StrEnum):
     """Chunks that are copied to a secondary tier."""
 
     ALL = "all"
-    """Every chunk that is stored in the primary tier, and every chunk found there and offered again. The latter copies
-    chunks that were promoted from another tier, once they are reused."""
+    """Every chunk that is stored in the primary tier, and every chunk passed to `TierStack.cascade`. So chunks that
+    were promoted from another tier are copied when they are reused."""
     REUSED = "reused"
     """Only chunks found in the primary tier by a request that did not store them."""
     NOTHING = "nothing"
-    """None: the tier is only read. Others fill it."""
+    """No chunks: this engine only reads the tier. Other engines fill it."""
 
 
 class SecondaryTierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one secondary tier. Shares are above 0 and at most 1.
+    """Limits of one secondary tier. Shares are above 0 and at most 1.
 
     Args:
-        cascades: which chunks are copied to the tier.
-        load_timeout_s: limit on the wait of a promotion lease and on a move; also how long chunks wait in the cascade
-            queue while no cascade succeeds.
-        async_lookup_timeout_s: deadline of an async lookup.
-        promoting_share: of the primary tier's capacity: bytes of promotions in flight, including timed-out promotions
-            from all tiers.
-        cascading_share: of the primary tier's capacity: bytes of cascades in flight. They cannot be evicted.
-        arriving_share: of the secondary tier's capacity: bytes of cascades in flight. They cannot be evicted there, and
-            have no eviction order yet.
-        max_cascading: cascades in flight; fewer than the secondary medium accepts at once.
-        max_prefetching: prefetches in flight. A promotion that a request waits for queues after them, so keep it small.
-        max_waiting: chunks in the cascade queue. When it is full, new chunks are dropped with those that need them, so
-            a prefix in the queue ends there. About 300 bytes of memory for each chunk.
-        breaker: when to stop using the tier, per direction.
-        shortage: backoff when nothing could be tried, because the process is short of files, memory or threads.
+        cascades: policy for the chunks that are copied to the tier.
+        load_timeout_s: time limit of a waiting promotion lease and of a move. The cascade queue is dropped after this
+            time without progress.
+        async_lookup_timeout_s: time limit of an async lookup.
+        promoting_share: limit of the bytes of promotions in flight, as a share of the primary tier's capacity. Includes
+            timed-out promotions from all tiers.
+        cascading_share: limit of the bytes of cascades in flight, as a share of the primary tier's capacity. These
+            bytes cannot be evicted.
+        arriving_share: limit of the bytes of cascades in flight, as a share of the secondary tier's capacity. These
+            bytes cannot be evicted there, and have no eviction order yet.
+        max_cascading: limit of cascades in flight; smaller than the limit of operations of the secondary medium.
+        max_prefetching: limit of prefetches in flight. Keep it small: a later promotion for a waiting request is
+            executed after them.
+        max_waiting: limit of chunks in the cascade queue, about 300 bytes of memory each. If the queue is full, new
+            chunks are dropped, and then the chunks that need them: the cascaded prefix ends there.
+        breaker: options of the breakers, which stop the use of the tier per direction.
+        shortage: backoff after operations that could not be tried, because the process is short of files, memory or
+            threads, or a queue is full.
     """
 
     cascades: CascadePolicy = CascadePolicy.ALL

@@ -1,8 +1,8 @@
 """Prefetches: prefixes promoted to the primary tier before a request waits for them, chunk by chunk.
 
-Prefetched chunks are not pinned and need no release. Unused ones take up a bounded part of the primary tier: a new one
-replaces the oldest, which is invalidated there. Promotions with waiting requests go first
-(`SecondaryTierState.why_not_prefetch`).
+Prefetched chunks are not pinned and need no release. The bytes of unused prefetched chunks are limited: at the limit, a
+new chunk replaces the oldest unused chunk, which is invalidated in the primary tier. Promotions with waiting requests
+go first (`SecondaryTierState.why_not_prefetch`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hybridkv.tiers.stack.promotions import Promotions
 from hybridkv.tiers.stack.secondary import SecondaryTierState
 
 MAX_PREFIXES: Final = 256
-"""Prefixes in progress; further ones are dropped."""
+"""Limit of prefixes in progress. Further prefixes are dropped."""
 STEP_AGAIN_S: Final = 1.0
-"""Seconds without progress in which further engine steps are requested. Also how long prefetches stop for a lease that
-was refused for lack of room."""
+"""Seconds after the last progress in which prefetches request further engine steps. Also the longest time for which
+prefetches stop after a lease was refused for lack of room."""
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 
 
@@ -34,13 +34,13 @@ class _PrefixPrefetch:
     most_bytes: int
     since_s: float
     next_index: int = 0
-    """Position of the next chunk. All before it are in the primary tier or in flight."""
+    """Position of the next chunk. All chunks before it were in the primary tier, PENDING or sent."""
     next_bytes: int = 0
     """Size of the next chunk; known after the first attempt, else 0."""
     num_moving: int = 0
     has_sent: bool = False
     pending: list[Key] = field(default_factory=list)
-    """Chunks that another promotion or store was writing when their turn came."""
+    """Chunks that were PENDING in the primary tier, because of another promotion or a store."""
     failure: PrefetchResult | None = None
     """If set, no further chunk is sent."""
 
@@ -65,7 +65,7 @@ class Prefetches:
     Args:
         primary: index of the primary tier.
         promotions: starts promotions.
-        timeout_s: limit for one prefix.
+        timeout_s: time limit of one prefix.
         touch: makes keys the most recently used in every tier, the last one most.
     """
 
@@ -84,16 +84,17 @@ class Prefetches:
         self._moving: dict[Key, tuple[_PrefixPrefetch, int]] = {}
         """Prefix and bytes of each prefetch in flight."""
         self._unused: OrderedDict[Key, tuple[_PrefixPrefetch, int]] = OrderedDict()
-        """The same for all sent chunks without a use, the oldest first."""
+        """Prefix and bytes of each unused chunk, in flight or arrived, the oldest first."""
         self._unused_cost = 0
         self._displaced: set[Key] = set()
-        """Chunks in flight to invalidate in the primary tier at their arrival."""
+        """Chunks in flight that are invalidated in the primary tier when they arrive."""
         self._used_early: set[Key] = set()
-        """Chunks in flight that a request waits for by now."""
+        """Chunks in flight that a request waits for now."""
         self._refused_leases: dict[str, float] = {}
-        """Owners of leases that were refused for lack of room. Until the time of each, prefetches stop for it."""
+        """Owners of leases that were refused for lack of room, and a time for each. No prefetch is sent before the last
+        of these times."""
         self.most_bytes: float = math.inf
-        """Bound for all prefixes, in addition to the bound of each."""
+        """Limit for all prefixes, in addition to the limit of each prefix."""
         self._progress_s = 0.0
         """Time of the last send or arrival."""
         self._results: Counter[PrefetchResult] = Counter()
@@ -110,10 +111,10 @@ class Prefetches:
             self._progress_s = now_s
         prefix = _PrefixPrefetch(keys, most_bytes, now_s)
         self._prefixes.append(prefix)
-        # Chunks that are in the primary tier already must not be evicted for the rest.
+        # The missing chunks must not evict the chunks that are in the primary tier already.
         self._primary.touch(reversed(keys))
         self._displaced.difference_update(keys)
-        # Unused chunks of this prefix become the newest ones, its beginning last, so its end is displaced first.
+        # Unused chunks of this prefix become the newest, its first chunk last. So its last chunk is replaced first.
         for key in reversed(keys) if self._unused else ():
             if self._primary.lookup(key) is _MISS:
                 self._drop(key)
@@ -127,7 +128,7 @@ class Prefetches:
             self._end(prefix, PrefetchResult.LATE)
 
     def pump(self, now_s: float) -> None:
-        """Send the chunks that may go now."""
+        """Send the chunks that may be sent now."""
         self.pass_time(now_s)
         if self._refused_leases:
             self._refused_leases = {
@@ -141,7 +142,7 @@ class Prefetches:
             self._end_if_over(prefix)
 
     def _send_next(self, prefix: _PrefixPrefetch, state: _PumpState) -> bool:
-        """Send the next chunk if needed. True if the prefix may go on."""
+        """Send the next chunk if the primary tier lacks it. True if the prefix may continue with the chunk after it."""
         key = prefix.keys[prefix.next_index]
         answer = self._primary.lookup(key)
         if answer is not _MISS:
@@ -182,7 +183,8 @@ class Prefetches:
         return refusal
 
     def _make_room(self, prefix: _PrefixPrefetch, num_bytes: int) -> bool:
-        """Drop unused chunks of older prefixes until this chunk is within the bounds. False if it cannot be."""
+        """Drop unused chunks of other prefixes, the oldest first, until this chunk is within the limits. False if it
+        does not fit."""
         cost, most_bytes = self._primary.cost(num_bytes), min(prefix.most_bytes, self.most_bytes)
         if cost > most_bytes:
             return False
@@ -201,7 +203,7 @@ class Prefetches:
         return True
 
     def on_ended(self, key: Key, is_present: bool, now_s: float) -> None:
-        """A promotion ended."""
+        """Record the end of a promotion, also of one that is not a prefetch."""
         self._progress_s = now_s
         moved = self._moving.pop(key, None)
         if moved is None:
@@ -221,19 +223,19 @@ class Prefetches:
         self._end_if_over(prefix)
 
     def on_acquire(self, owner: str) -> None:
-        """A lease is requested, perhaps again."""
+        """Record that a lease is requested. Prefetches do not stop for this owner any more."""
         self._refused_leases.pop(owner, None)
 
     def yield_to(self, owner: str, now_s: float) -> bool:
-        """True if a lease refused for lack of room may succeed after the prefetches in flight. Then no further prefetch
-        is sent until the lease is requested again, for at most `KEEP_AWAKE_S`."""
+        """True if a lease that was refused for lack of room may succeed after the prefetches in flight. Then no further
+        prefetch is sent until the lease is requested again, for at most `STEP_AGAIN_S`."""
         if not self._promotions.is_prefetching:
             return False
         self._refused_leases[owner] = now_s + STEP_AGAIN_S
         return True
 
     def on_used(self, keys: Sequence[Key]) -> None:
-        """A request uses these chunks: they are no longer counted as unused."""
+        """Record that a request uses these chunks. They are no longer unused."""
         self._displaced.difference_update(keys)
         for key in keys if self._unused else ():
             num_bytes = self._drop(key)
@@ -243,13 +245,13 @@ class Prefetches:
                 self._bytes[PrefetchBytes.USED] += num_bytes
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """These chunks stay for another reason (found, kept or stored again), but were not used by a request."""
+        """Remove chunks from the unused chunks without counting a use: they were found, kept or stored again."""
         self._displaced.difference_update(keys)
         for key in keys if self._unused else ():
             self._drop(key)
 
     def _drop(self, key: Key) -> int:
-        """Remove a chunk from the unused ones. Returns its bytes, 0 if it was not one."""
+        """Remove a chunk from the unused chunks. Returns its number of bytes; 0 if it was not unused."""
         dropped = self._unused.pop(key, None)
         if dropped is None:
             return 0
@@ -273,13 +275,13 @@ class Prefetches:
         self._prefixes.remove(prefix)
         self._results[result] += 1
         if prefix.has_sent:
-            # The end must be evicted before the beginning, whatever the order of arrival.
+            # The last chunk of the prefix must be evicted first, for any order of arrival.
             keys_from_end = list(reversed(prefix.keys[: prefix.next_index]))
             self._touch(keys_from_end)
             for key in keys_from_end:
                 if key in self._unused:
                     self._unused.move_to_end(key)
-        # Unused chunks still refer to the prefix.
+        # Free the lists: unused chunks still refer to the prefix.
         prefix.keys, prefix.pending = (), []
 
     def drop_waiting(self) -> None:
@@ -294,7 +296,7 @@ class Prefetches:
         self._unused_cost = 0
 
     def needs_step(self, now_s: float) -> bool:
-        """True if the caller should step again soon though nothing is in flight."""
+        """True if the caller should step again soon, even if no move is in flight."""
         return now_s - self._progress_s < STEP_AGAIN_S and any(prefix.has_more for prefix in self._prefixes)
 
     def take_counts(self) -> tuple[dict[PrefetchResult, int], dict[PrefetchBytes, int]]:

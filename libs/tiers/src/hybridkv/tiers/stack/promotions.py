@@ -16,7 +16,7 @@ from hybridkv.tiers.stack.secondary import SecondaryTierState
 _PROMOTE, _HIT = Direction.PROMOTE, LookupResult.HIT
 
 _TierChunks: TypeAlias = tuple[SecondaryTierState, Sequence[Key], list[Slot]]
-"""Chunks that one tier provides: pinned there, with their slots."""
+"""A tier, keys of chunks that are pinned in this tier, and their slots."""
 
 
 class Promotions:
@@ -25,7 +25,7 @@ class Promotions:
     Args:
         primary: index of the primary tier.
         tiers: secondary tiers, the nearest first.
-        pump_new: sends queued cascades before anything else is added to the primary tier.
+        pump_new: sends newly queued cascades. Called before each reservation in the primary tier.
     """
 
     def __init__(self, primary: TierIndex, tiers: Sequence[SecondaryTierState], pump_new: Callable[[], None]) -> None:
@@ -49,16 +49,16 @@ class Promotions:
 
     @property
     def is_prefetching(self) -> bool:
-        """True if a prefetch in flight, not timed out, keeps space of the primary tier."""
+        """True if a prefetch that has not timed out is in flight. It uses space of the primary tier."""
         return any(tier.in_flight.num_prefetching for tier in self._tiers)
 
     def prefetch(self, key: Key, why_not: Callable[[SecondaryTierState, int | None], Refusal | None]) -> int | Refusal:
-        """Prefetch one chunk. Returns its bytes, or the reason why it cannot go now.
+        """Prefetch one chunk. Returns its number of bytes, or the reason why it cannot be prefetched now.
 
         Args:
-            key: of the chunk.
-            why_not: reason why a tier may not provide a chunk of this many bytes. Called first without the size (None),
-                because reading the size pins the chunk, which counts as a use.
+            key: key of the chunk.
+            why_not: returns the reason why a tier must not provide a chunk of this many bytes, else None. Called first
+                with None as the size, because only a pin returns the size, and a pin counts as a use.
         """
         source = next((each for each in self._tiers if each.is_usable() and each.index.lookup(key) is _HIT), None)
         if source is None:
@@ -103,8 +103,8 @@ class Promotions:
         return by_tier
 
     def _plan(self, by_tier: Sequence[_TierChunks], is_prefetch: bool = False) -> Refusal | None:
-        """Reserve all chunks in the primary tier and plan their moves. On a refusal nothing stays reserved, and nothing
-        is evicted for the remaining chunks."""
+        """Reserve all chunks in the primary tier and plan their moves. After a refusal, no chunk stays reserved, and no
+        chunk is evicted for the remaining ones."""
         reserved: list[tuple[Key, Slot]] = []
         for _, keys, slots in by_tier:
             for key, secondary in zip(keys, slots, strict=True):

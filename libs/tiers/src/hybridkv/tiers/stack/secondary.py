@@ -1,7 +1,7 @@
 """State of one secondary tier in a stack: breakers, moves in flight, open lookups, cascade queue, counts.
 
-Each tier has its own, so a slow, full or dead tier does not affect the others. The stack decides which tier is used for
-which chunk, and serves the promotion leases.
+Each tier has separate state, so a slow, full or dead tier does not affect the others. The stack selects the tier for
+each chunk, and manages the promotion leases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HALF_LIFE_S = 30.0
 NEW_SHARE = 0.25
 """Share of the newest measurement in a moving average."""
 _CHUNK_IS_NOT_AT_FAULT = (FailureReason.BUSY, FailureReason.CLOSED)
-"""Failures that say nothing about the chunk itself."""
+"""Failures that the chunk did not cause. The chunk is not invalidated after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class SecondaryTier:
 
     Args:
         name: names the tier in moves and counts; unique in the stack.
-        index: of the tier.
-        options: bounds.
+        index: index of the tier.
+        options: options of the tier.
     """
 
     name: str
@@ -80,14 +80,14 @@ class StackContext:
 class _OpenLookup(NamedTuple):
     deadline_s: float
     before: LookupCounts
-    """Answers of the tier when the lookup was sent."""
+    """Lookup counts of the tier when the lookup was sent."""
 
 
 class SecondaryTierState:
     """Runtime state of one secondary tier.
 
     Args:
-        tier: its configuration.
+        tier: configuration of the tier.
         position: index among the secondary tiers; the nearest is 0.
         num_tiers: number of secondary tiers.
         context: state shared with the stack.
@@ -99,23 +99,24 @@ class SecondaryTierState:
         self.health = TierHealth(tier.options.breaker, tier.options.shortage)
         self.in_flight = InFlightMoves(tier.name, itertools.count(position + num_tiers, num_tiers), context.moves)
         self.timeout_changes = 0
-        """Promotions that timed out, plus timed-out promotions that ended. Each changes a lookup answer."""
+        """Number of promotions that timed out, plus number of timed-out promotions that ended. Each of these events
+        changes a lookup answer."""
         self._counts = MoveTally()
         self._lookups: deque[_OpenLookup] = deque()
         """Lookups without an answer, the oldest first."""
         self._promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
         self._read_s, self._read_bytes = FIRST_READ_BYTES * FIRST_READ_S_PER_BYTE, float(FIRST_READ_BYTES)
         self._measured_s = context.clock()
-        """Moving averages over busy periods of promotions, and the time of the last measurement."""
+        """Moving averages of seconds and bytes of a busy period of promotions, and time of the last measurement."""
         self._reading_since_s = 0.0
         self._num_read_bytes = 0
-        """Start of the busy period of promotions, and bytes that have arrived in it."""
+        """Start of the current busy period of promotions, and bytes that have arrived since."""
         self._checked_s = context.clock()
         """Time of the last check of deadlines outside `tick`."""
         self.queue: CascadeQueue | None = None
-        """None if nothing cascades to this tier."""
+        """None if no chunk cascades to this tier."""
         self.is_eager = tier.options.cascades is CascadePolicy.ALL
-        """True if chunks cascade at their first use."""
+        """True if chunks cascade when they are stored, not only when they are reused."""
         if tier.options.cascades is not CascadePolicy.NOTHING:
             self.queue = CascadeQueue(context.primary, tier.index, self.in_flight, tier.options, self._plan_cascade)
 
@@ -129,10 +130,10 @@ class SecondaryTierState:
         return min(self._options.async_lookup_timeout_s, self._options.load_timeout_s)
 
     def is_usable(self) -> bool:
-        """True if chunks may be looked up and promoted from here now.
+        """True if chunks may be looked up in this tier and promoted from it now.
 
-        A probe is one promotion at a time. If timed-out promotions of all tiers keep more than `promoting_share`
-        reserved, only tiers without timed-out promotions are usable.
+        While the breaker of promotions is probing, False if a promotion is in flight. If timed-out promotions of all
+        tiers reserve more than `promoting_share`, only tiers without timed-out promotions are usable.
         """
         in_flight, health = self.in_flight, self.health
         if in_flight.timed_out_bytes and self._context.moves.timed_out_bytes > self._promoting_bytes:
@@ -148,7 +149,8 @@ class SecondaryTierState:
         return self.health.allows_lookup(len(self._lookups))
 
     def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Send an async lookup. If it cannot be sent, that counts as unanswered. `hinted`: see `HintedLookups`."""
+        """Send an async lookup. A lookup that cannot be sent counts as unanswered. `hinted`: addresses for
+        `HintedLookups`."""
         if not keys:
             return
         index, deadline_s = self.index, now_s + self.async_lookup_timeout_s
@@ -166,7 +168,7 @@ class SecondaryTierState:
         self._context.wake_at(deadline_s)
 
     def has_open_lookups(self) -> bool:
-        """True if the tier has not answered every lookup that was sent."""
+        """True if a lookup is open: the tier has not answered it, and its deadline has not passed."""
         if self._lookups:
             self._check_lookups(self._clock())
         return bool(self._lookups)
@@ -174,8 +176,8 @@ class SecondaryTierState:
     def _check_lookups(self, now_s: float) -> None:
         """Report answered and timed-out lookups to the breaker.
 
-        An answer counts for every lookup sent before it, since it shows that the tier answers. A lookup with no key
-        left to answer counts as neither.
+        One answer counts for every lookup sent before it, since it shows that the tier works. A lookup counts as
+        neither if all its keys were withdrawn.
         """
         lookups = self._lookups
         while lookups:
@@ -189,14 +191,15 @@ class SecondaryTierState:
             lookups.popleft()
 
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
-        """Reason why this many bytes cannot be promoted now for a request that waits."""
+        """Reason why this many bytes cannot be promoted now for a waiting request. None if they can."""
         in_flight = self.in_flight
         return self._why_not(num_bytes, in_flight.bytes_in_flight[_PROMOTE] - in_flight.prefetching_bytes)
 
     def why_not_prefetch(self, num_bytes: int) -> Refusal | None:
-        """Reason why this many bytes cannot be prefetched now. `num_bytes` is 0 if the size is not known.
+        """Reason why this many bytes cannot be prefetched now. None if they can. `num_bytes` is 0 for an unknown size.
 
-        Promotions with waiting requests go first (BUSY). A prefetch is never a probe (CLOSED).
+        BUSY while promotions with waiting requests are in flight: they go first. CLOSED if the tier is not usable or is
+        probing: a prefetch is never a probe.
         """
         in_flight = self.in_flight
         if not self.health.can_promote:
@@ -212,7 +215,7 @@ class SecondaryTierState:
             return Refusal.TOO_LARGE
         if self.health.is_backing_off(_PROMOTE):
             return Refusal.BUSY
-        # With nothing else in flight a promotion of any size may go, whatever timed out at other tiers.
+        # If no other promotion of this tier is in flight, any size is allowed, also after timeouts of other tiers.
         if moving and moving + self._context.moves.timed_out_bytes + num_bytes > self._promoting_bytes:
             return Refusal.BUSY
         return None
@@ -229,7 +232,7 @@ class SecondaryTierState:
         self.plan(Direction.CASCADE, key, primary, secondary)
 
     def cascade(self, key: Key, extends: Extends, *, is_reuse: bool) -> None:
-        """Queue a chunk for this tier, if the policy wants it and the tier lacks it."""
+        """Queue a chunk for this tier, if the policy includes the chunk and the tier lacks it."""
         queue = self.queue
         if queue is not None and (is_reuse or self.is_eager):
             if queue.is_full and queue.has_new:
@@ -240,7 +243,7 @@ class SecondaryTierState:
 
     @property
     def num_waiting(self) -> int:
-        """Chunks in the cascade queue."""
+        """Number of chunks in the cascade queue."""
         return 0 if self.queue is None else self.queue.num_waiting
 
     def clear(self) -> None:
@@ -254,7 +257,7 @@ class SecondaryTierState:
         return self.queue is not None and self.queue.has_new
 
     def pump(self) -> None:
-        """Send the queued chunks that may go now."""
+        """Send the queued chunks that may be sent now."""
         queue = self.queue
         if queue is not None and queue.has_queued:
             for dropped in queue.pump(self._gate, self._clock()):
@@ -263,7 +266,7 @@ class SecondaryTierState:
                 self._context.wake_at(queue.since_s + self._options.load_timeout_s)
 
     def prepare(self) -> None:
-        """Announce newly queued chunks to the tier, so that it can look them up while the engine computes a step."""
+        """Announce newly queued chunks to the tier. The tier can look them up while the engine computes a step."""
         queue = self.queue
         if queue is not None and queue.has_new:
             queue.prepare(self._gate())
@@ -282,13 +285,14 @@ class SecondaryTierState:
         self._counts.add(Direction.CASCADE, dropped)
 
     def report(self, move_id: int, outcome: MoveOutcome) -> InFlightMove | None:
-        """Record the outcome of ranks. Returns the move when all ranks are done and this index is updated."""
+        """Record the outcome of a move on some ranks. When all ranks have reported, updates the index and returns the
+        move, else None."""
         in_flight = self.in_flight.report(move_id, outcome)
         if in_flight is None:
             return None
         move, failure, health = in_flight.move, in_flight.failure, self.health
         direction = move.direction
-        # A timeout was counted as a failure already.
+        # A timed-out move was counted as a failure already.
         if (failure is not None or direction in health.degraded) and not in_flight.is_timed_out:
             health.on_move(direction, failure, self._clock())
             self._context.wake_at(health.next_change_s)
@@ -307,7 +311,7 @@ class SecondaryTierState:
         return in_flight
 
     def _measure_read(self, num_bytes: int) -> None:
-        """Count the bytes of a promotion. The last one of a busy period measures the speed."""
+        """Count the bytes of a promotion. At the end of a busy period, update the moving averages."""
         self._num_read_bytes += num_bytes
         if not self.in_flight.num_live[_PROMOTE]:
             now_s = self._clock()
@@ -323,7 +327,7 @@ class SecondaryTierState:
         return FIRST_READ_S_PER_BYTE + (self._read_s / self._read_bytes - FIRST_READ_S_PER_BYTE) * share
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
-        """True if the cascade is retried."""
+        """Record the end of a cascade in both indexes. True if the cascade is retried."""
         assert self.queue is not None
         primary = self._primary
         if failure is None:
@@ -331,7 +335,7 @@ class SecondaryTierState:
         else:
             self.index.abort(key)
             if failure.reason is FailureReason.CHECKSUM:
-                # The bytes read for the copy are not those that were sealed: the primary tier's bytes are bad.
+                # The copied bytes do not match the seal: the bytes in the primary tier are bad.
                 primary.invalidate(key, failure.reason)
         primary.unpin(key)
         return self.queue.on_ended(key, failure, self._clock())
@@ -339,8 +343,8 @@ class SecondaryTierState:
     def check_timeouts(self, now_s: float) -> list[Key]:
         """Check for timeouts outside `tick`. Returns the keys of newly timed-out promotions.
 
-        Runs at most once per `load_timeout_s`, and times out only moves that were overdue at the check before: a caller
-        that only looks up may not have polled the media since.
+        Checks at most once per `load_timeout_s`, and times out only moves that were overdue at the previous check: a
+        caller that only looks up keys may not have polled the media since.
         """
         if now_s - self._checked_s < self._options.load_timeout_s:
             return []
@@ -349,8 +353,8 @@ class SecondaryTierState:
         return timed_out
 
     def time_out(self, polled_s: float, now_s: float) -> list[Key]:
-        """Time out the moves that were overdue at `polled_s`, when the caller could have reported their end. Returns
-        the keys of newly timed-out promotions."""
+        """Time out the moves that were overdue at `polled_s`, the last time at which the caller could report their end.
+        Also drops queued chunks without progress. Returns the keys of newly timed-out promotions."""
         timed_out: list[Key] = []
         before_s = polled_s - self._options.load_timeout_s
         for in_flight in self.in_flight.time_out(before_s):

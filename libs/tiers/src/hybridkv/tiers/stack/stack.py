@@ -1,15 +1,17 @@
-"""Scheduler half of a stack: a primary tier over any number of secondary tiers, the nearest first.
+"""Scheduler half of a stack: one primary tier and any number of secondary tiers, the nearest first.
 
-A lookup moves nothing. A caller that knows a boundary at which every group can resume acquires a promotion lease on the
-chunks it needs; only those are promoted, each from the nearest usable tier that holds it. Chunks stored in the primary
-tier cascade in the background, within bounds, to each secondary tier that lacks them. Promoted chunks cascade to other
-tiers only when a caller offers them again, because a promotion says nothing about the prefix of a chunk. Prefetches
-promote chunks before a request waits for them, after all leases (`prefetches.py`).
+A lookup moves no chunk. The caller chooses a boundary at which every group can resume, and acquires a promotion lease
+on the chunks of that boundary. The stack promotes each missing chunk of a lease from the nearest usable tier that holds
+the chunk. Chunks stored in the primary tier cascade in the background, within limits, to each secondary tier that lacks
+them, if the `CascadePolicy` of the tier includes them. Promoted chunks cascade to other tiers only after a call of
+`cascade`, because a promotion does not include the keys that a chunk extends. Prefetches promote chunks before a
+request waits for them, after the promotions of all leases (`prefetches.py`).
 
-Moves no bytes: `take_moves` returns the moves for the media, `on_move` records their outcomes.
+The stack moves no bytes: `take_moves` returns the moves for the media, `on_move` records their outcomes.
 
-No call blocks. A lease waits until its chunks have arrived, one is lost, or its deadline passes; every call checks the
-deadlines. The space of a timed-out promotion stays reserved until the media report its end.
+No call blocks. A lease waits until all its chunks have arrived, one of them is lost, or the deadline passes. Lookups,
+`acquire`, `lease`, `prefetch`, `take_moves` and `tick` check the deadlines. The space of a timed-out promotion stays
+reserved until the media report its end.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from hybridkv.tiers.stack.promotions import Promotions
 from hybridkv.tiers.stack.secondary import SecondaryTier, SecondaryTierState, StackContext
 from hybridkv.tiers.stack.view import StackView
 
-# Looking up an enum member by name takes time, and these are used in every call.
+# Every call uses these members. An attribute lookup on an enum takes more time than a module variable.
 _PENDING, _HIT = LookupResult.PENDING, LookupResult.HIT
 _PROMOTE = Direction.PROMOTE
 
 
 class TierStack:
-    """A primary tier over any number of secondary tiers. Used by one thread, as every `TierIndex`.
+    """One primary tier and any number of secondary tiers. Not thread-safe: one thread uses it, as every `TierIndex`.
 
     Args:
         primary: index of the primary tier.
         secondary: the secondary tiers, the nearest first.
-        num_ranks: media that report every move.
+        num_ranks: number of ranks. Each rank reports the outcome of every move.
         clock: seconds.
 
     Raises:
@@ -71,7 +73,7 @@ class TierStack:
         self._load_timeout_s = max(
             (tier.load_timeout_s for tier in self._tiers), default=SecondaryTierOptions().load_timeout_s
         )
-        """Timeout of a lease: the longest of all tiers."""
+        """Time limit of a waiting lease: the longest `load_timeout_s` of all tiers."""
         self.has_async_lookups = any(tier.index.has_async_lookups for tier in secondary)
         """True if a secondary tier needs async lookups."""
         self._leases = PromotionLeases(primary, self._load_timeout_s)
@@ -88,10 +90,10 @@ class TierStack:
 
     @property
     def load_timeout_s(self) -> float:
-        """Limit on the wait of a lease, and on a prefetch."""
+        """Time limit of a waiting lease, and of a prefetch."""
         return self._load_timeout_s
 
-    # Lookups. Without secondary tiers there are no deadlines, and the primary tier answers alone.
+    # Lookups. Without secondary tiers, only the primary tier can hold a key, and no deadline changes an answer.
 
     @property
     def generation(self) -> int:
@@ -100,7 +102,8 @@ class TierStack:
         return self._view.generation
 
     def lookup(self, key: Key) -> LookupResult:
-        """HIT if a usable tier holds the key; MISS while a timed-out promotion of it is in flight."""
+        """HIT if the primary tier or a usable secondary tier holds the key, else PENDING or MISS. Always MISS while a
+        timed-out promotion of the key is in flight."""
         if not self._tiers:
             return self.primary.lookup(key)
         self._check_deadlines()
@@ -129,17 +132,19 @@ class TierStack:
 
     @property
     def lookup_wait_s(self) -> float:
-        """Longest time until every key of a `start_lookup` is answered or counts as missing; 0 without such tiers."""
+        """Longest time, in seconds, from `start_lookup` until every key is answered or counts as missing. 0 if no tier
+        accepts an async lookup now."""
         self._check_deadlines()
         return self._view.lookup_wait_s
 
     def expected_answer(self) -> tuple[float, float]:
-        """Expected seconds from an async lookup to its answer, and seconds to promote one byte of one rank, at the tier
-        that answers next. Both are measured."""
+        """Two measured times: seconds from an async lookup to its answer, and seconds to promote one byte of one rank.
+        Both are those of the tier that should answer next; 0 if no tier accepts an async lookup now."""
         return self._view.expected_answer()
 
     def measured_lookups(self) -> dict[str, tuple[float, float, float]]:
-        """For each tier that has answered an async lookup: its deadline, and what `expected_answer` says of it."""
+        """Times of each tier that has answered an async lookup, by tier name: the time limit of a lookup, then the two
+        times of `expected_answer`. All in seconds."""
         return {
             tier.name: (tier.async_lookup_timeout_s, tier.index.answer_s, tier.read_s_per_byte)
             for tier in self._tiers
@@ -147,8 +152,8 @@ class TierStack:
         }
 
     def start_lookup(self, keys: Sequence[Key], hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
-        deadline; keys it has not answered by then count as missing. `hinted`: see `HintedLookups`."""
+        """Start an async lookup in each tier that accepts one. Keys that a tier holds are left out. Each tier has its
+        own deadline: a key without an answer counts as missing after it. `hinted`: addresses for `HintedLookups`."""
         self._check_deadlines()
         self._view.start_lookup(keys, self._clock(), hinted)
 
@@ -158,15 +163,16 @@ class TierStack:
         return self._view.is_lookup_pending(key)
 
     def missing_in_secondary(self, key: Key) -> bool:
-        """True if a secondary tier that chunks cascade to lacks this key."""
+        """True if a secondary tier lacks this key. Tiers with the policy NOTHING do not count."""
         return any(tier.index.lacks(key) for tier in self._cascading)
 
     def in_all_secondaries(self, keys: Sequence[Key]) -> bool:
-        """True if no secondary tier with the policy ALL lacks one of these keys."""
+        """True if every secondary tier with the policy ALL holds or is storing all these keys."""
         return all(_leading_held(tier.index, keys) == len(keys) for tier in self._eager)
 
     def leading_secondary(self, keys: Sequence[Key]) -> int:
-        """Number of leading keys that every secondary tier that chunks cascade to holds, or is about to."""
+        """Number of leading keys that every secondary tier holds or is storing. Tiers with the policy NOTHING do not
+        count."""
         for tier in self._cascading:
             keys = keys[: _leading_held(tier.index, keys)]
         return len(keys)
@@ -175,7 +181,7 @@ class TierStack:
 
     @property
     def primary_only(self) -> TierIndex:
-        """Index to look up in place of the stack when the secondary tiers must not be used."""
+        """Index of the primary tier, for lookups that must not use secondary tiers."""
         return self.primary
 
     def lookup_primary(self, key: Key) -> LookupResult:
@@ -202,23 +208,24 @@ class TierStack:
         self.primary.unpin_all(keys)
 
     def withdraw(self, key: Key) -> None:
-        """Invalidate a key in the primary tier alone: its bytes are bad there, or replaced. Secondary tiers verify
-        their bytes when they are read."""
+        """Invalidate a key in the primary tier alone, because its bytes there are bad or replaced. The bytes in
+        secondary tiers are verified when they are read."""
         self.primary.invalidate(key)
 
     # Leases.
 
     def acquire(self, owner: str, keys: Sequence[Key], since_s: float | None = None) -> PromotionLease | Refusal:
-        """Lease chunks that were all HIT or PENDING: pin those in the primary tier, and promote the rest.
+        """Lease chunks: pin the chunks that are in the primary tier, and promote the others.
 
-        Releases an older lease of this owner. A refusal pins nothing: PRESENT if a key is gone; BUSY if too much is in
-        flight, during a backoff, or while prefetches use the room; NO_ROOM or TOO_LARGE if the primary tier cannot take
-        all of it at once.
+        Call it with keys that were all HIT or PENDING. Releases an older lease of this owner. A refusal pins nothing:
+        PRESENT if a key is gone or has a timed-out promotion; BUSY if too much is in flight, during a backoff, or while
+        prefetches use the space; NO_ROOM or TOO_LARGE if the primary tier cannot hold all chunks at once.
 
         Args:
-            owner: of the lease.
-            keys: in eviction order, the last key first: the first key is the most recently used after the release.
-            since_s: when the owner started to wait, by the stack's clock; None: now. The deadline counts from then.
+            owner: owner of the lease.
+            keys: keys of the chunks. After the release, the last key is evicted first, and the first key last.
+            since_s: time at which the owner started to wait, by the stack's clock; None: now. The deadline counts from
+                this time.
         """
         self._check_deadlines()
         self._prefetches.on_acquire(owner)
@@ -262,13 +269,13 @@ class TierStack:
         return lease
 
     def _slowest_source(self, keys: Iterable[Key]) -> str:
-        """The slowest tier that one of these keys is promoted from."""
+        """Farthest tier from which one of these keys is promoted. The nearest tier if none is promoted."""
         source_by_key = self._moves.source_by_key
         names = {source_by_key[key] for key in keys if key in source_by_key}
         return next((name for name in reversed(self._by_name) if name in names), self._nearest)
 
     def lease(self, owner: str) -> PromotionLease | None:
-        """The lease of this owner in its current state."""
+        """Current lease of this owner; None if there is none. See `PromotionLeases.current`."""
         self._check_deadlines()
         return self._leases.current(owner)
 
@@ -281,27 +288,29 @@ class TierStack:
     def prefetch(self, keys: Sequence[Key], most_bytes: int) -> None:
         """Promote the keys that the primary tier lacks, one by one, before a request waits for them.
 
-        Nothing is pinned, nothing has to be released, and no result is returned; `take_counts` has the results. Starts
-        at the next `take_moves`, after all leases. Ends at the first chunk that cannot be promoted, or after
-        `load_timeout_s`.
+        A prefetch pins no chunk, needs no release and returns no result; `take_counts` counts the results. The prefetch
+        starts at the next `take_moves`, after the promotions of leases. It ends at the first chunk that cannot be
+        promoted, or after `load_timeout_s`.
 
         Args:
-            keys: of one prefix, from its beginning; each key after those it needs. The end is evicted first.
-            most_bytes: bound on unused prefetched chunks in the primary tier, these included.
+            keys: keys of one prefix, from its beginning; each key after the keys that it needs. The last key is evicted
+                first.
+            most_bytes: limit of unused prefetched bytes of one rank in the primary tier, these chunks included.
         """
         self._check_deadlines()
         self._prefetches.add(keys, most_bytes, self._clock())
 
     def limit_prefetches(self, most_bytes: int) -> None:
-        """Lower the bound on unused prefetched bytes for all prefixes, also for those added before."""
+        """Set a second limit of unused prefetched bytes, for all prefixes, also for prefixes added before. The smaller
+        limit applies."""
         self._prefetches.most_bytes = most_bytes
 
     def end_prefetches(self) -> None:
-        """Stop all prefetches. Those in flight still arrive."""
+        """Stop all prefetches. Chunks in flight still arrive."""
         self._prefetches.drop_waiting()
 
     def _touch_all(self, keys: list[Key]) -> None:
-        """`touch` that does not count as a use."""
+        """`touch` that leaves the unused prefetched chunks unchanged."""
         self.primary.touch(keys)
         for tier in self._tiers:
             tier.index.touch(keys)
@@ -325,11 +334,11 @@ class TierStack:
         return slots
 
     def commit(self, key: Key, extends: Extends = ()) -> bool:
-        """Commit a stored chunk in the primary tier, and let it cascade."""
+        """Commit a stored chunk in the primary tier, and queue its cascades."""
         return self.commit_all([(key, extends)])[0]
 
     def commit_all(self, chunks: Sequence[tuple[Key, Extends]], primary_only: Collection[Key] = ()) -> list[bool]:
-        """`commit` of each key, in order, with the keys that it extends. Keys of `primary_only` do not cascade."""
+        """`commit` of each key and the keys that it extends, in order. Keys in `primary_only` do not cascade."""
         are_stored = self.primary.commit_all([key for key, _ in chunks])
         if self._tiers:
             for (key, extends), is_stored in zip(chunks, are_stored, strict=True):
@@ -353,9 +362,9 @@ class TierStack:
         self._unpark(key)
 
     def touch(self, keys: Sequence[Key], extends: Sequence[Extends] = ()) -> None:
-        """Make keys the most recently used in every tier, the last one most, and set what they extend.
+        """Make keys the most recently used in every tier, the last one most, and set the keys that each key extends.
 
-        A prefetched key then counts as found, not as used.
+        A prefetched key is then no longer unused, but does not count as used.
         """
         self._prefetches.forget(keys)
         self.primary.touch(keys, extends)
@@ -363,7 +372,7 @@ class TierStack:
             tier.index.touch(keys, extends)
 
     def touch_primary(self, keys: Sequence[Key]) -> None:
-        """Make keys that are found or kept, but not read, the most recently used in the primary tier alone."""
+        """Make keys the most recently used in the primary tier alone. For keys that are found or kept, but not read."""
         self._prefetches.forget(keys)
         self.primary.touch(keys)
 
@@ -374,7 +383,7 @@ class TierStack:
             tier.index.invalidate(key, reason)
 
     def clear(self) -> None:
-        """Invalidate everything in every tier, and fail every lease. Moves in flight have no effect."""
+        """Invalidate every key in every tier, and fail every lease. Moves in flight end without an effect."""
         self.primary.clear()
         for tier in self._tiers:
             tier.index.clear()
@@ -384,25 +393,25 @@ class TierStack:
         self._leases.fail_all()
 
     def cascade(self, key: Key, extends: Extends = (), *, is_reuse: bool = True) -> None:
-        """Queue a chunk of the primary tier for each secondary tier that lacks it, according to its `CascadePolicy`.
+        """Queue a chunk of the primary tier for each secondary tier that lacks it, according to the `CascadePolicy`.
 
         Args:
-            key: of the chunk.
-            extends: keys; it extends the first that a tier holds, and is sent only after the last.
+            key: key of the chunk.
+            extends: keys, as for `TierIndex.reserve`. The chunk is sent to a tier only after the last of these keys.
             is_reuse: True if the chunk was found by a request that did not store it.
 
-        Chunks are sent in the order of these calls; call it for a chunk after the one that it extends. They are sent
-        before anything else is added to the primary tier, or at `take_moves`.
+        Chunks are sent in the order of the calls, so call this for a chunk after the chunk that it extends. They are
+        sent before the next reservation in the primary tier, or at `take_moves`.
         """
         for tier in self._cascading:
             tier.cascade(key, extends, is_reuse=is_reuse)
 
     def num_waiting(self, tier: str) -> int:
-        """Chunks in the cascade queue of a tier."""
+        """Number of chunks in the cascade queue of a tier."""
         return self._by_name[tier].num_waiting
 
     def _pump_new(self) -> None:
-        """Send newly queued chunks, which pins them, before anything can evict them from the primary tier."""
+        """Send newly queued chunks before a reservation can evict them. Sent chunks are pinned in the primary tier."""
         for tier in self._cascading:
             if tier.has_new:
                 self._check_deadlines()
@@ -423,7 +432,7 @@ class TierStack:
         return planned
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
-        """Record the outcome of ranks. The move ends when all ranks are done."""
+        """Record the outcome of a move on some ranks. The move ends when all ranks have reported."""
         tier = self._tiers[move_id % len(self._tiers)]
         in_flight = tier.report(move_id, outcome)
         if in_flight is None or in_flight.move.direction is not _PROMOTE:
@@ -439,7 +448,7 @@ class TierStack:
         self._prefetches.on_ended(key, is_present, self._clock())
         self._unpark(key)
         if in_flight.failure is not None:
-            tier.pump()  # chunks that need this one can be dropped now that it is no longer PENDING
+            tier.pump()  # this key is no longer PENDING, so chunks that need it can be dropped now
 
     def _unpark(self, key: Key) -> None:
         """Requeue the chunks parked for a key that is no longer PENDING in the primary tier."""
@@ -454,8 +463,8 @@ class TierStack:
             tier.pump()
 
     def has_live_moves(self) -> bool:
-        """True if a move may still end in time, or may start soon, so that the caller should step again. False for
-        timed-out moves, and for queued chunks without progress for a second."""
+        """True if the caller should step again: a move may still end in time, or may start soon. Timed-out moves and
+        queued chunks without progress for one second do not count."""
         self._check_deadlines()
         self._pump_new()
         return any(tier.needs_step() for tier in self._tiers) or self._prefetches.needs_step(self._clock())
@@ -466,7 +475,7 @@ class TierStack:
         return StackCounts(by_tier, self._leases.take_timeouts(), *self._prefetches.take_counts())
 
     def close(self) -> None:
-        """Close all tiers. Call it after the media have ended their moves. Secondary tiers keep their chunks."""
+        """Close all tiers. Call it after the media have ended their moves. Secondary media keep their chunks."""
         for owner in list(self._leases.by_owner):
             self.release(owner)
         for tier in self._cascading:
@@ -477,7 +486,7 @@ class TierStack:
 
 
 def _leading_held(index: TierIndex, keys: Sequence[Key]) -> int:
-    """Number of leading keys that a tier does not lack, apart from async lookups."""
+    """Number of leading keys that a tier holds or is storing. Keys that are only in an async lookup do not count."""
     num_held = index.leading(keys)
     if index.has_async_lookups:
         return next((place for place, key in enumerate(keys[:num_held]) if index.lacks(key)), num_held)

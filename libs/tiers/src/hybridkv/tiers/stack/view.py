@@ -1,4 +1,4 @@
-"""View of all tiers of a stack as one index: lookups, async lookups. Checks no deadline, and moves nothing."""
+"""View of all tiers of a stack as one index: lookups, async lookups. Checks no deadlines, and moves no chunk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hybridkv.tiers.contract import Key, TierIndex
 from hybridkv.tiers.stack.in_flight import SharedMoves
 from hybridkv.tiers.stack.secondary import SecondaryTierState
 
-# Looking up an enum member by name takes time, and these are used in every call.
+# Every call uses these members. An attribute lookup on an enum takes more time than a module variable.
 _MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
 
 
 class StackView:
-    """The primary tier and the usable secondary tiers as one.
+    """The primary tier and the usable secondary tiers as one index.
 
     Args:
         primary: index of the primary tier.
@@ -37,7 +37,8 @@ class StackView:
         return generation
 
     def lookup(self, key: Key) -> LookupResult:
-        """HIT if a usable tier holds the key; MISS while a timed-out promotion of it is in flight."""
+        """HIT if the primary tier or a usable secondary tier holds the key, else PENDING or MISS. Always MISS while a
+        timed-out promotion of the key is in flight."""
         if key in self._timed_out_keys:
             return _MISS
         answer = self._primary.lookup(key)
@@ -107,26 +108,27 @@ class StackView:
 
     @property
     def lookup_wait_s(self) -> float:
-        """Longest time until every key of a `start_lookup` is answered or counts as missing; 0 without such tiers."""
+        """Longest time, in seconds, from `start_lookup` until every key is answered or counts as missing. 0 if no tier
+        accepts an async lookup now."""
         timeouts = (tier.async_lookup_timeout_s for tier in self._tiers if tier.accepts_lookup())
         return max(timeouts, default=0.0)
 
     def expected_answer(self) -> tuple[float, float]:
-        """Expected seconds from a lookup to its answer, and seconds to promote one byte, at the tier that answers
-        next: of those with open lookups, or of all that accept one."""
+        """Expected seconds from a lookup to its answer, and seconds to promote one byte, of the tier with the shortest
+        answer time. Considers the tiers with open lookups, or all tiers that accept a lookup if there is none."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         tiers = [tier for tier in tiers if tier.has_open_lookups()] or tiers
         return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
 
     def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Send an async lookup for the keys that no tier holds to each tier that accepts one. Each tier has its own
-        deadline; keys it has not answered by then count as missing. `hinted`: see `HintedLookups`."""
+        """Start an async lookup in each tier that accepts one. Keys that a tier holds are left out. Each tier has its
+        own deadline: a key without an answer counts as missing after it. `hinted`: addresses for `HintedLookups`."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         if not tiers:
             return
         timed_out_keys = self._timed_out_keys
-        # Computed before the first lookup is sent, which makes its keys PENDING. Keys that one tier was asked about
-        # before may be new to another.
+        # Computed before the first lookup is sent, because a lookup makes its keys PENDING. Includes keys in an open
+        # lookup of one tier: the other tiers may not have looked them up.
         unknown = [
             key
             for key in keys

@@ -1,4 +1,4 @@
-"""The `CudaDevice` protocol. `KernelDevice` implements it; tests simulate one on the CPU."""
+"""The `CudaDevice` protocol. `KernelDevice` implements it; tests simulate a device on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_PARTS = 4
 
 
 class CudaError(TransferError, RuntimeError):
-    """Failure of a CUDA call; the text names the call. In a copy it fails the job."""
+    """Failure of a CUDA call; the text names the call. A failure during a copy fails the job."""
 
 
 class MemoryKind(Enum):
@@ -33,11 +33,12 @@ class CopyTuning:
     """Sizes that select the copy method of each run (see csrc/cuda/job.h). Measured on one H100 by `bench/gpu_copy.py`.
 
     Args:
-        large_run_bytes: the GPU's copy engines copy runs of this size or more, one descriptor each.
-        direct_job_bytes: the kernel alone copies the small runs of a job, if together they are at most this size.
+        large_run_bytes: runs of this size or more are copied by the GPU's copy engines, with one descriptor each.
+        direct_job_bytes: if the small runs of one direction of a job have at most this total size, the kernel copies
+            them without staging.
         staging_bytes: GPU memory that one engine reserves, in `NUM_PARTS` parts.
         tile_bytes: bytes that one warp of the kernel copies at a time.
-        num_blocks: thread blocks of the kernel, so the most multiprocessors that it takes from compute.
+        num_blocks: thread blocks of the kernel: the maximum number of multiprocessors that it takes from compute.
     """
 
     large_run_bytes: int = 1024 * 1024
@@ -78,7 +79,7 @@ class CudaDevice(Protocol):
     def enqueue(self, runs: CopyRuns, caller: Any) -> EnqueuedCopies:
         """Enqueue copies after an event of `caller_event`. The caller has checked every address.
 
-        If it fails, no copy of the job still writes.
+        After an exception, no copy of the job still writes.
         """
         ...
 

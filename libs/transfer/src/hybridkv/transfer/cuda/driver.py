@@ -24,7 +24,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _attribute(attribute: int, address: int, value: ctypes._SimpleCData[int]) -> bool:
-    """Read an attribute into `value`. False if the driver does not know the address."""
+    """Read an attribute into `value`. False if the address is unknown to the driver."""
     code = _driver().cuPointerGetAttribute(ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_uint64(address))
     if code not in (_SUCCESS, _INVALID_VALUE):
         raise CudaError(f"cuPointerGetAttribute({attribute}): CUresult {code}")
@@ -34,7 +34,7 @@ def _attribute(attribute: int, address: int, value: ctypes._SimpleCData[int]) ->
 def memory_kind(address: int, device_index: int) -> MemoryKind:
     """Kind of the memory at an address. The calling thread needs a current CUDA context.
 
-    Host memory is `PINNED` only if its address is the same on the GPU, because the kernel needs that.
+    Host memory is `PINNED` only if its address is the same on the GPU. The kernel requires this.
     """
     kind = ctypes.c_uint(0)
     if not _attribute(_MEMORY_TYPE, address, kind):

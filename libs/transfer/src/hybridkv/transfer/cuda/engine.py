@@ -34,7 +34,7 @@ class KernelCopies:
         return self._device.caller_event()
 
     def enter_thread(self) -> None:
-        """The library of the device does that in each call."""
+        """Does nothing: the library sets the current device in each call."""
 
     def enqueue(self, runs: CopyRuns, fence: Any) -> EnqueuedCopies:
         return self._device.enqueue(runs, fence)
@@ -44,7 +44,7 @@ class CudaCopyEngine(GpuCopyEngine):
     """A `CopyEngine` between GPU memory and pinned host memory, on its own streams and two threads. No digests.
 
     `device` must not be shared with another engine. `register` raises `CopyEngineError` for memory that the GPU cannot
-    access. A CUDA call that fails is the failure of its job, which names the call.
+    access. If a CUDA call fails, its job fails with the name of the call.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ def load_library() -> ctypes.CDLL:
     """Load the library of hybridkv-cuda.
 
     Raises:
-        CudaError: it is not installed, cannot be loaded, or has another interface version.
+        CudaError: the library is not installed, cannot be loaded, or has another interface version.
     """
     try:
         module = importlib.import_module("hybridkv.cuda_kernels")
@@ -41,7 +41,8 @@ def load_library() -> ctypes.CDLL:
 
 
 class KernelDevice:
-    """A `CudaDevice`. `index` is torch's. `CudaError` if torch sees no such GPU or hybridkv-cuda cannot be loaded."""
+    """A `CudaDevice`. `index` is torch's index. `CudaError` if torch sees no such GPU or hybridkv-cuda cannot be
+    loaded."""
 
     def __init__(self, index: int, tuning: CopyTuning) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
@@ -52,7 +53,7 @@ class KernelDevice:
         sizes = tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes
         limits = (ctypes.c_uint64 * 6)(*sizes, REGISTRATION_BYTES, tuning.num_blocks)
         call(self._library, "open", ctypes.c_int32(index), limits, ctypes.byref(self._copier))
-        # Not at process exit: the driver may be unloaded, and frees everything.
+        # Not at process exit: the driver may be unloaded already, and its exit frees all resources.
         weakref.finalize(self, self._library.hybridkv_cuda_close, self._copier).atexit = False
         self._ranges: list[tuple[int, int]] = []
         self._table = np.empty((0, 2), dtype=np.uint64)
@@ -84,7 +85,7 @@ class KernelDevice:
 
 
 class EnqueuedJob:
-    """`EnqueuedCopies` of the library. Waits when it is freed, if `synchronize` was not called."""
+    """`EnqueuedCopies` of the library. Its finalizer waits for the copies if `synchronize` was not called."""
 
     def __init__(self, device: KernelDevice, job: ctypes.c_void_p) -> None:
         self._device = device  # must outlive the job
@@ -92,12 +93,12 @@ class EnqueuedJob:
         self._wait.atexit = False
 
     def synchronize(self) -> None:
-        """Wait without the GIL, the first time."""
+        """Wait for the copies, without the GIL. Later calls do nothing."""
         self._wait()
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Call a function of the library, and raise its failure as `CudaError`."""
+    """Call a function of the library. Raises its failure as `CudaError`."""
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     if getattr(library, f"hybridkv_cuda_{name}")(*arguments, error, ctypes.c_uint64(_ERROR_BYTES)):
         raise CudaError(error.value.decode())

@@ -16,10 +16,10 @@ _PORTABLE = 1
 
 
 def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Allocate pinned memory: page-aligned, uint8, zeroed. It is freed with the array and all its views.
+    """Allocate pinned memory: page-aligned, uint8, zeroed. Freed with the array and all its views.
 
-    Needs a current GPU. The operating system commits all memory now. This is not torch's allocator, which rounds up to
-    a power of two and keeps freed memory.
+    Needs a current GPU. The operating system commits all memory now. Does not use torch's allocator, which rounds up
+    to a power of two and keeps freed memory.
 
     Raises:
         TransferError: the memory is not available, or the driver cannot register it (limit of locked memory).
@@ -33,7 +33,7 @@ def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
     """Pin existing memory until the array and all its views are freed. Needs a current GPU.
 
     Raises:
-        TransferError: the driver cannot register it.
+        TransferError: the driver cannot register the memory.
     """
     cudart = _cudart()
     cpus = numa_local_cpus(torch.cuda.get_device_properties(torch.cuda.current_device()))

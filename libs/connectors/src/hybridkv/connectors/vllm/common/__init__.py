@@ -1,1 +1,1 @@
-"""What all connectors share: reading of the engine, its requests, counts, copies and the identity of stored bytes."""
+"""Code that all connectors share: vLLM's features, requests, metrics, copies, and the identity of stored bytes."""

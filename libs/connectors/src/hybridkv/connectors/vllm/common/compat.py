@@ -26,12 +26,12 @@ try:
 
     HOST_HIT: Any = CacheHitSource.HOST
 except ImportError:
-    # This engine does not count where hits come from.
+    # This engine does not count hits by source.
     HOST_HIT = None
 
 BlockTables = Callable[[str], Sequence[Sequence[int]]]
 STABLE_HASHES = ("sha256", "sha256_cbor")
-"""Block hashes that are equal in every process, and collision-resistant."""
+"""Algorithms of block hashes that are equal in every process, and collision-resistant."""
 
 
 def share_log() -> None:
@@ -67,7 +67,7 @@ def require_supported_engine() -> None:
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Groups that content-keyed storage may hold; the others are SCRATCH."""
+    """Groups with content that can be stored by prefix; the others are SCRATCH."""
     ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     if ids is not None:
         return tuple(ids)
@@ -89,7 +89,7 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def hit_alignment_tokens(kv_cache_config: KVCacheConfig) -> int | None:
-    """Alignment of the engine's own hits, in tokens. Smaller than its blocks if it hands over states inside blocks
+    """Alignment of the engine's own hits, in tokens. Smaller than a block if the engine hands over states inside blocks
     (`prefix_match_unit`). None before vLLM 0.32, which introduced the value."""
     resolved = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
     return None if resolved is None else int(resolved)
@@ -101,18 +101,18 @@ def rank(vllm_config: VllmConfig) -> int:
 
 
 def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens that may be scheduled before blocks that left a window are freed."""
+    """Maximum tokens that are scheduled before the engine frees blocks that left a window."""
     resolved = getattr(vllm_config, "max_in_flight_tokens", None)
     return int(resolved if resolved is not None else vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens after a prompt that a drafter of several modules reads while the prompt is computed; 1 for others."""
+    """Tokens after a prefill chunk that a drafter reads; 1 if this engine does not report the number."""
     return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
 
 
 def is_killed_on_shutdown(vllm_config: VllmConfig) -> bool:
-    """Whether a server kills the engine's processes right after it asked them to end."""
+    """Whether a server kills the engine's processes at shutdown without waiting for their end."""
     timeout_s = getattr(vllm_config, "shutdown_timeout", None)
     if timeout_s is None:
         return False
@@ -120,7 +120,7 @@ def is_killed_on_shutdown(vllm_config: VllmConfig) -> bool:
         from vllm.v1.engine.utils import get_engine_process_shutdown_timeout
     except ImportError:
         return bool(timeout_s == 0)
-    # Some platforms give the engine time to release a device even if requests get none.
+    # On some platforms the engine has time to release a device even if the timeout for requests is 0.
     return not get_engine_process_shutdown_timeout(timeout_s, timeout_s)
 
 
@@ -134,14 +134,15 @@ def unpadded_page_bytes(spec: Any) -> int:
 
 
 def heads_before_layers(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the layout is BHLNC: a block holds heads, and each head all layers. A layer's page then lies in pieces.
-    The engine allows this layout only if all pages have one size."""
+    """Whether the layout is BHLNC: a block holds heads, and each head holds all layers. A layer's page is then split
+    into pieces. The engine allows this layout only if all pages have one size."""
     return getattr(kv_cache_config, "kv_cache_layout", None) == "BHLNC"
 
 
 def copies_whole_blocks() -> bool:
-    """Whether the engine copies the whole block in which its own hit ends. vLLM 0.32 copies only the page bytes of the
-    first layer that begins at the same address (vllm-project/vllm#55112). True if this cannot be determined."""
+    """Whether the engine copies a whole block if its own hit ends inside the block. vLLM 0.32 copies only the page
+    bytes of the first layer that begins at the same address (vllm-project/vllm#55112). True if this cannot be
+    determined."""
     try:
         import torch
         from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
@@ -162,7 +163,7 @@ def has_blocks_outermost(vllm_config: VllmConfig) -> bool:
 
 
 def conv_state_layout() -> str:
-    """Layout of the convolution state of recurrent layers: it differs between connectors unless the user sets it."""
+    """Layout of the convolution state of recurrent layers. It depends on the connector unless the user sets it."""
     try:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     except ImportError:
@@ -171,14 +172,14 @@ def conv_state_layout() -> str:
 
 
 def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """Recurrent states that the scheduler hands over in this step: request to (group, block id, tokens)."""
+    """Recurrent states that the scheduler hands over in this step: for each request, (group, block id, tokens)."""
     block_state = scheduler_output.kv_connector_block_state
     return block_state.boundary_state_offloads if block_state is not None else {}
 
 
 def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
-    """Block tables of this step's requests, readable until the end of the step. Only the entries that are read are
-    copied."""
+    """Block tables of this step's requests, by request id. Valid until the end of the step; only entries that are read
+    are copied."""
     block_state = scheduler_output.kv_connector_block_state
     if block_state is None:
         return lambda request_id: ()
@@ -190,8 +191,8 @@ def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
 
 
 def block_copies(scheduler_output: SchedulerOutput) -> Sequence[tuple[int, int]]:
-    """Blocks that the engine copies before the step's forward pass, as (source, destination): a block in which a hit
-    ends, or a state that is kept while its request continues. Empty before vLLM 0.32."""
+    """Blocks that the engine copies before the step's forward pass, as (source, destination). The source is a block in
+    which a hit ends, or a state that the engine keeps while the request continues. Empty before vLLM 0.32."""
     copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
     return [(int(source), int(destination)) for source, destination in copies]
 
@@ -216,15 +217,15 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, i
 
 
 def evict_cached_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
-    """Evicts blocks from the engine's prefix cache, as the engine itself does after a failed load. Requests that use
-    the blocks keep them."""
+    """Evicts blocks from the engine's prefix cache. Running requests keep these blocks. The engine does the same after
+    a failed load."""
     if hasattr(pool, "evict_blocks"):
         pool.evict_blocks(set(block_ids))
 
 
 def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
-    """Requests that start in this step or resume after a preemption, with their computed tokens before the step, in
-    order of admission."""
+    """Requests that start in this step, or resume in it after a preemption, in order of admission. The values are their
+    computed tokens before the step."""
     cached = scheduler_output.scheduled_cached_reqs
     computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
     for request_id, num_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -249,8 +250,8 @@ def finds_cached_blocks(pool: BlockPool) -> bool:
 
 
 def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Sequence[Any]:
-    """Names of a group's full blocks in the engine, in token order, from hashes of `hash_tokens` tokens each. A lazy
-    view: its cost is that of the names that are read."""
+    """Hashes of a group's full blocks, in token order, from hashes of `hash_tokens` tokens each. A lazy view: a hash is
+    made when it is read."""
     if block_tokens == hash_tokens:
         hashes: Sequence[Any] = block_hashes
         return hashes
@@ -260,45 +261,46 @@ def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Seque
 
 
 def cached_block(pool: BlockPool, name: Any, group_index: int) -> int | None:
-    """Block of a group that the engine caches under this name, if any."""
+    """Id of the block that the engine caches for a group under this hash; None if there is none. `name`: an entry of
+    `block_names`."""
     found = pool.get_cached_block(name, [group_index])
     return None if not found or found[0].is_null else int(found[0].block_id)
 
 
 def hashes_before_computing(vllm_config: VllmConfig) -> bool:
-    """Whether a block may have a hash although it is never computed. A block is hashed when its tokens are scheduled,
-    and only the priority policy may preempt a request in the same step."""
+    """Whether a block may have a hash although its tokens are never computed. The engine hashes a block when its tokens
+    are scheduled, and only the priority policy may preempt a request in the same step."""
     policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
     return str(getattr(policy, "value", policy)) != "fcfs"
 
 
 def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
-    """Whether loads of this step begin after its forward pass has written all blocks that are hashed by now. If a
-    connector loads for this very pass, all loads begin before it. Older engines always begin them before it."""
+    """Whether the loads of this step begin after its forward pass, which writes all blocks that are hashed now. False
+    if a connector has a synchronous load in this step, and in older engines."""
     return not getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
 def skips_prefix_cache(request: Any) -> bool:
     """Whether a request ignores all caches and computes every token (prompt log-probabilities, pooling). The engine
-    still calls the connector and ignores the answer; vLLM 0.30 uses the answer, and returns too few results."""
+    still calls the connector and ignores its hit. vLLM 0.30 does not ignore the hit, and returns too few results."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def get_prefill_stop(request: Any) -> int | None:
-    """Tokens at which the engine ends the next prefill chunk and keeps the recurrent states; 0 for nowhere. None if
-    the engine has no such boundary: it then hands over states where it chooses."""
+    """Prefill stop of a request: the boundary, in tokens from its start, at which the engine ends a prefill chunk and
+    keeps the recurrent states. 0: no boundary. None: this engine has no settable boundary and chooses the states."""
     boundary = getattr(request, "shared_prefix_boundary", None)
     return None if boundary is None else int(boundary)
 
 
 def set_prefill_stop(request: Any, num_tokens: int) -> None:
-    """Sets that boundary. The engine reads it at every chunk and rounds it down to a block. It also overwrites it just
-    before every lookup in the connector."""
+    """Sets the prefill stop of a request. The engine reads the stop at every prefill chunk, rounds it down to a block,
+    and overwrites it just before every lookup in the connector."""
     request.shared_prefix_boundary = num_tokens
 
 
 def finished_normally(request: Any) -> bool:
-    """Whether an ended request produced its full output, so that all its steps have run."""
+    """Whether an ended request produced its full output. Then all its steps have run."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
@@ -317,14 +319,14 @@ def max_chunk_tokens(vllm_config: VllmConfig) -> int:
 
 HINTS_KEY = "hybridkv_hints"
 MAX_HINT_ACTIONS = 64
-"""Actions of one request that are read."""
+"""Maximum of one request's hint actions that are read; later ones are ignored."""
 
 
 def hint_objects(request: Any) -> list[tuple[str, Any]]:
-    """Hints of a request to this connector, each with its place. They are not validated.
+    """Hints of a request to this connector, as (path, hint). The hints are not validated.
 
-    They come from `kv_transfer_params`, which a client of the server writes and which may hold anything; and from
-    `kv_hints` if the engine has it (0.31), which comes only through its Python interface.
+    A client of the server writes `kv_transfer_params`, which may hold any value. `kv_hints` (vLLM 0.31) can be set only
+    through the Python interface.
     """
     found = []
     params = getattr(request, "kv_transfer_params", None)
@@ -341,7 +343,8 @@ def hint_objects(request: Any) -> list[tuple[str, Any]]:
 
 
 def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
-    """Inputs that distinguish equal token ids: adapter, cache salt, multimodal input."""
+    """Encoded inputs that distinguish equal token ids in tokens [start, end): adapter, cache salt, multimodal input.
+    Empty if there are none."""
     import msgspec
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -406,7 +409,7 @@ def engine_copies() -> EngineCopies:
 
 
 def _small_loads() -> tuple[Callable[..., Any] | None, int]:
-    """vLLM's kernel for small loads, and the limit for its copies. None where vLLM does not use it."""
+    """vLLM's kernel for small loads, and the size limit of its copies in bytes; (None, 0) if vLLM does not use it."""
     try:
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
@@ -421,7 +424,7 @@ def _small_loads() -> tuple[Callable[..., Any] | None, int]:
 
 
 def allow_device_waits() -> AbstractContextManager[Any]:
-    """Context in which waiting for the device is allowed, for an engine that detects accidental GPU syncs."""
+    """Context in which this thread may wait for the device. Engines that detect GPU syncs report waits elsewhere."""
     try:
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     except ImportError:
@@ -431,7 +434,7 @@ def allow_device_waits() -> AbstractContextManager[Any]:
 
 
 def delivers_handshakes() -> bool:
-    """Whether this worker's handshake reaches its own half in the scheduler, and no other connector.
+    """Whether this worker's handshake reaches only the scheduler's half of this connector.
 
     vLLM's MultiConnector gives the handshake of its first child to every child, and children raise on foreign types.
     """
@@ -443,29 +446,29 @@ def delivers_handshakes() -> bool:
 
 
 def supports_sleep_mode(connector_class: Any, kv_transfer_config: Any) -> bool:
-    """Whether a connector follows the KV cache when the engine sleeps. True for one without that method: vLLM before
-    0.33 lets every connector sleep and tells it nothing."""
+    """Whether a connector permits that the engine sleeps. True for a connector without that method: before vLLM 0.33
+    the engine sleeps with every connector, without a call to it."""
     method = getattr(connector_class, "supports_sleep_mode", None)
     return method is None or bool(method(kv_transfer_config))
 
 
 def unregister_kv_caches(connector: Any) -> None:
-    """Tells a connector that the KV cache is about to be unmapped, if it has that method (vLLM 0.33)."""
+    """Tells a connector that the KV cache is about to be unmapped, if the connector has that method (vLLM 0.33)."""
     if (method := getattr(connector, "unregister_kv_caches", None)) is not None:
         method()
 
 
 def restore_kv_caches(connector: Any) -> None:
-    """Tells a connector that the KV cache is mapped again, likewise."""
+    """Tells a connector that the KV cache is mapped again, if the connector has that method (vLLM 0.33)."""
     if (method := getattr(connector, "restore_kv_caches", None)) is not None:
         method()
 
 
 def permit_amx() -> None:
-    """Requests AMX from the kernel if the CPU has it, as the engine's own linear layers do in a long prompt.
+    """Requests permission for AMX from the operating system if the CPU has AMX.
 
-    vLLM's attention kernels need it. After a load, an engine may start with a single token; without this request it
-    would then crash on such a machine.
+    vLLM's attention kernels need this permission, but only its linear layers request it, in a long prompt. After a
+    load, an engine may first compute a single token, and would crash without this call.
     """
     import torch
 
@@ -475,13 +478,13 @@ def permit_amx() -> None:
 
 
 def publishes_kv_events(vllm_config: VllmConfig) -> bool:
-    """Whether the engine publishes KV events, so that a store publishes them too."""
+    """Whether the engine publishes KV events; a store then publishes events too."""
     events = getattr(vllm_config, "kv_events_config", None)
     return bool(events is not None and events.enable_kv_cache_events)
 
 
 def event_groups(kv_cache_config: KVCacheConfig) -> tuple[Mapping[str, Any], ...]:
-    """Fields that the engine's own events have for each group."""
+    """Fields for each group, as in the engine's own events."""
     from vllm.v1 import kv_cache_interface
 
     kind_of = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
@@ -505,14 +508,14 @@ def block_stored(**fields: Any) -> Any:
 
 
 def block_removed(**fields: Any) -> Any:
-    """The engine's event `BlockRemoved`, likewise."""
+    """The engine's event `BlockRemoved`. Fields that this version lacks are dropped."""
     from vllm.distributed.kv_events import BlockRemoved
 
     return BlockRemoved(**{name: value for name, value in fields.items() if name in BlockRemoved.__struct_fields__})
 
 
 def event_hash(block_hash: bytes) -> Any:
-    """A block hash as in events: bytes, or an integer if the operator chose that."""
+    """A block hash in the form of events: bytes, or an integer if the operator has set that form."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     return maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
@@ -531,5 +534,5 @@ def event_extra_keys(request: Any, spans: Sequence[tuple[int, int]]) -> list[Any
 
 
 def cached_blocks(pool: Any) -> object:
-    """The engine's map of cached blocks; a new object after the whole cache was reset."""
+    """The engine's map of cached blocks. A reset of the whole cache replaces the map by a new object."""
     return getattr(pool, "cached_block_hash_to_block", None)

@@ -1,8 +1,9 @@
 """KV events: announce the chunks in host memory and on disk to routers, as events of the engine's own types.
 
-Chunks of a request are recorded when the request hits or stores them. The tiers report changes, and the decisions of
-`planner.Announcer` become events. Tiers that other engines change too are not announced. `AnnouncedBlocks` counts the
-announcements of each block hash, so that a subscriber gets one event for each hash and loses none too early.
+Chunks are recorded when a request hits or stores them. The tiers report changes; `planner.Announcer` decides which
+chunks are announced; this module makes the events. Tiers that other engines change too are not announced.
+`AnnouncedBlocks` counts the announcements of each block hash: a subscriber gets one event for each hash, and the
+removal only after the last announcement has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BlockKey: TypeAlias = tuple[Any, Any, Any]
 
 
 class AnnouncedBlocks:
-    """Announcement counts by medium, group and hash. One entry for each announced hash."""
+    """Announcement counts by (medium, group, hash). Has one entry for each announced hash."""
 
     def __init__(self) -> None:
         self._counts: dict[_BlockKey, int] = {}
@@ -41,10 +42,12 @@ class AnnouncedBlocks:
         return len(self._counts)
 
     def filter_new(self, events: Iterable[Any]) -> list[Any]:
-        """The part of a step's events that is new to a subscriber. Events of other types pass unchanged.
+        """Filters the events of a step: keeps the part that is new to a subscriber. Events of other types pass
+        unchanged.
 
-        A hash that was removed and stored again in one step, while another chunk kept it announced, is sent as one
-        removal and one new store: its sender assumes that subscribers have dropped it.
+        If a hash is removed and stored again in one step while another chunk still announces it, the subscriber gets
+        one removal and one new store. `RouterEvents.take` makes such events after the engine has reset its cache,
+        because subscribers have then dropped all hashes.
         """
         new_events: list[Any] = []
         removed_before: set[_BlockKey] = set()
@@ -100,7 +103,7 @@ def _block_keys(event: Any) -> list[_BlockKey]:
 
 
 def _runs(event: Any, is_new: list[bool]) -> Iterator[Any]:
-    """The new runs of blocks of an event, each with its own tokens."""
+    """Events for the runs of new blocks of an event, each with the tokens of its blocks."""
     hashes, size = event.block_hashes, event.block_size
     extra_keys = getattr(event, "extra_keys", None)
     if not size or len(event.token_ids) != len(hashes) * size:
@@ -128,7 +131,7 @@ def _runs(event: Any, is_new: list[bool]) -> Iterator[Any]:
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MEDIA = {RAM: "CPU", DISK: "STORAGE"}
-"""Medium of each announced tier in events. Other tiers are shared between engines, and are not announced."""
+"""Medium in events of each announced tier. Engines share the other tiers, which are not announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +139,11 @@ class _ChunkContent:
     """Content of a chunk in the engine's terms.
 
     Args:
-        parent: block hash before the chunk, None at the start.
-        hashes: hashes of all its hash blocks.
-        tokens: all its tokens.
+        parent: hash of the block before the chunk; None for the first chunk.
+        hashes: hashes of all hash blocks of the chunk.
+        tokens: all tokens of the chunk.
         extra_keys: one entry for each hash block, or None.
-        lora: adapter's number and name.
+        lora: number and name of the adapter; (None, None) without an adapter.
     """
 
     parent: bytes | None
@@ -179,7 +182,8 @@ class RouterEvents:
                 self._tiers.append(_Watched(index, index, MEDIA[name]))
         self._announcer: Announcer[_ChunkContent] = Announcer(spec, len(self._tiers))
         self._announced_blocks = AnnouncedBlocks()
-        # Group that names a chunk: the one with the largest lookahead, as its keys distinguish most siblings.
+        # The key of this group identifies a chunk. The group has the largest lookahead, because its keys distinguish
+        # the most chunks.
         self._naming_group = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
         self._lookahead = spec.groups[self._naming_group].lookahead_tokens
         self._pool: BlockPool | None = None
@@ -187,7 +191,8 @@ class RouterEvents:
         self._has_warned = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Sets the engine's pool. A reset of the whole pool clears all blocks at subscribers, also those of tiers."""
+        """Sets the engine's pool. After a reset of the whole pool, subscribers drop all blocks, also those of tiers, so
+        `take` announces the tiers again."""
         self._pool, self._engine_cache = pool, compat.cached_blocks(pool)
 
     # Chunks of requests.
@@ -208,14 +213,14 @@ class RouterEvents:
             self._describe(tracked, number * chunk)
 
     def storing(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
-        """Records parts that a request stores, or found stored."""
+        """Records chunks that a request stores, or that were stored already."""
         last = self._num_identified(tracked) * self._layout.spec.chunk_tokens
         for end in sorted({end for _, end in parts}):
             if end <= last and end % self._layout.spec.chunk_tokens == 0:
                 self._describe(tracked, end)
 
     def _num_identified(self, tracked: TrackedRequest) -> int:
-        """Number of chunks for which every part has a key and every block a hash of the engine."""
+        """Number of the request's first chunks with keys for all parts and with hashes of the engine for all blocks."""
         num_hashed = min(len(tracked.request.block_hashes), len(tracked.prefix_hashes()))
         is_hashed = bool(tracked.request.block_hashes) or tracked.request.num_tokens < self._layout.hash_block_tokens
         if not is_hashed and not self._has_warned:
@@ -254,7 +259,7 @@ class RouterEvents:
     # Events.
 
     def take(self) -> list[Any]:
-        """Events since the last step: stored prefixes before their extensions, removals in the opposite order."""
+        """Events since the last call: first stores, a prefix before its extensions; then removals, in reverse order."""
         self._read_changes()
         stored, removed = self._announcer.take()
         events = [self._stored(each) for each in stored] + [self._removed(each) for each in removed]
@@ -306,7 +311,8 @@ class RouterEvents:
         )
 
     def _blocks(self, each: Announcement[_ChunkContent]) -> tuple[int, int]:
-        """Range of the hash blocks that a part covers; for a state only the last one, as the state follows it."""
+        """Range of the hash blocks that a part covers. For a state only the last block, because the state is the one
+        after this block."""
         spec, size = self._layout.spec, self._layout.hash_block_tokens
         last = len(each.payload.hashes)
         if spec.groups[each.group_index].kind is GroupKind.RECURRENT:

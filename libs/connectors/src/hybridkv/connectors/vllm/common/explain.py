@@ -1,7 +1,7 @@
-"""Explanations of hits and misses: one record for each request that was looked up and then admitted.
+"""Explanations of hits and misses: one record for each admission of a request.
 
-Records contain the values that /metrics counts, so their sums agree with /metrics to the token. A request that the
-engine starts over, after a failed load or a preemption, is looked up again and gets another record.
+/metrics counts the values of these records, so both agree to the token. A request that the engine starts over, after a
+failed load or a preemption, is looked up again and gets another record.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ logger = logging.getLogger("vllm.hybridkv.explain")
 
 
 class LookupReason(enum.StrEnum):
-    """Why not more tokens were offered. docs/guides/observing.md tells what to do about each."""
+    """Reason why the hit was not longer. docs/guides/observing.md has advice for each reason."""
 
     COMPLETE = "complete"
     """All possible tokens were offered."""
     PREFIX_ENDS = "prefix_ends"
     """The hit ends where the stored prefix ends or diverges from the request."""
     GROUP_LIMITS = "group_limits"
-    """The FULL groups hold more, but a group lacks its state or window there."""
+    """The tiers hold a longer prefix of the FULL groups, but another group lacks its state or window there."""
     TIER_ROOM = "tier_room"
-    """More would not fit into the primary tier at once."""
+    """A longer hit would not fit into the primary tier at once."""
     ENGINE_ROOM = "engine_room"
-    """The blocks for the load did not fit beside other loads."""
+    """The engine's pool had no room for the load's blocks beside other loads."""
     NOT_TAKEN = "not_taken"
-    """Tokens were offered, but the engine, or the choice between several stores, took others."""
+    """Tokens were offered, but the engine did not take them, or HybridMultiConnector chose another child."""
     NO_BOUNDARY = "no_boundary"
     """No boundary lies between the tokens that the engine holds and the end of the request."""
     NOT_STORED = "not_stored"
@@ -44,41 +44,40 @@ class LookupReason(enum.StrEnum):
     TIMEOUT = "timeout"
     """A wait for a pending store or for a secondary tier timed out."""
     FAILED_LOADS = "failed_loads"
-    """Loads of this request failed, so less is offered, or nothing."""
+    """Loads of this request failed, so fewer tokens were offered, or none."""
     HINT = "hint"
     """A hint of the request forbids loads, so nothing was looked up."""
     ADAPTER = "adapter"
-    """The content of the request's adapter is in doubt, so nothing was looked up, and nothing will be stored."""
+    """The content of the request's adapter is in doubt, so nothing was looked up, and nothing is stored."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One request at the time when the engine gave it blocks. `num_tokens` is the sum of the tokens that the engine
-    held, that were loaded, and that were left to compute.
+    """Record of one request at its admission. `num_tokens` = `engine_tokens` + `offered_tokens` + `compute_tokens`.
 
     Args:
         request_id: the engine's id of the request.
-        result: "hit" if tokens beyond the engine's own were found, whether or not they were loaded, else "miss".
-        reason: why not more.
+        result: "hit" if the tiers hold tokens beyond the engine's own, whether or not they were loaded; else "miss".
+        reason: reason why the hit was not longer.
         num_tokens: tokens of the request: its prompt, and the output it had before it was started over.
-        engine_tokens: prefix that the engine held itself.
-        offered_tokens: tokens beyond that which were found in the tiers and taken by the engine.
-        compute_tokens: the rest.
+        engine_tokens: tokens of the prefix that the engine itself held.
+        offered_tokens: further tokens that were found in the tiers and taken by the engine.
+        compute_tokens: tokens that the engine computes.
         local_tokens: offered tokens for which only states are read from a tier, because the engine still has their
             attention blocks.
-        source: slowest tier that holds a part of the hit, "" without a hit.
-        limiting_group: group that ruled out a longer hit, None if no group did.
-        limiting_kind: kind of that group, or "".
+        source: slowest tier that holds a part of the hit; "" without a hit.
+        limiting_group: group that prevented a longer hit; None if no group did.
+        limiting_kind: kind of `limiting_group`, or "".
         lost_tokens: tokens that the FULL groups held beyond the hit.
-        resumable_tokens: boundary of the longest hit if no group lacked a state or window: the prefix that the FULL
+        resumable_tokens: boundary of the hit if no group lacked a state or window: the end of the prefix that the FULL
             groups or the engine hold.
-        stop: boundary of the recurrent state that is missing for that; an earlier request that stopped there would
-            have stored it. 0 if no state is missing.
-        stop_reason: why this request stops there, so that the next one finds the state; "" if it does not stop.
-        stops: prefill stops of this request: tokens from its start, and a reason.
-        junction: "" or, if the request diverges from the prefix that the FULL groups hold, "resumed" if it resumes at
-            that point and "lost" if a group prevents it.
-        async_lookup: whether secondary tiers without a local index were looked up; False if that was not worth the
-            wait. None if there are none, or none that may be used.
+        stop: boundary of the missing recurrent state: with this state, the hit would end at `resumable_tokens`. An
+            earlier request with a stop there would have stored the state. 0 if no state is missing.
+        stop_reason: reason why this request stops at `stop` and stores the state; "" if it does not stop there.
+        stops: prefill stops of this request, each as tokens from the request's start and a reason.
+        junction: "resumed" or "lost" if the request diverges from the prefix that the FULL groups hold. "resumed": it
+            resumes at the divergence; "lost": a group prevents this. "" without a divergence.
+        async_lookup: whether secondary tiers without a local index were looked up; False if the expected gain was less
+            than the wait. None if there are no such tiers, or none that may be used.
         detail: more detail, as text.
     """
 
@@ -111,9 +110,9 @@ class Admission:
         answer: result of the lookup.
         limit_tokens: tokens of the request that were looked up.
         taken_tokens: tokens that the engine loads.
-        loss: tokens that the groups held.
-        source: slowest tier that is read.
-        async_lookup: whether secondary tiers without a local index were looked up; None if there are none.
+        loss: tokens that the groups held beyond the hit.
+        source: slowest tier that the load reads.
+        async_lookup: whether secondary tiers without a local index were looked up; None if there are no such tiers.
     """
 
     answer: Hit | Miss
@@ -125,7 +124,7 @@ class Admission:
 
 
 def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> Explanation:
-    """Record of a request that is being admitted."""
+    """Record of a request at its admission."""
     answer, loss, num_tokens = admission.answer, admission.loss, tracked.request.num_tokens
     full_group = _full_group(spec)
     has_ended = full_group is not None and loss.full_tokens < last_boundary(spec, admission.limit_tokens)
@@ -170,7 +169,7 @@ def unsearched(tracked: TrackedRequest, reason: LookupReason) -> Explanation:
 
 
 def explain_adapter_in_doubt(tracked: TrackedRequest) -> Explanation:
-    """Record of a request that is admitted with its adapter in doubt."""
+    """Record of a request that is admitted without a lookup, because its adapter is in doubt."""
     return unsearched(tracked, LookupReason.ADAPTER)
 
 
@@ -180,7 +179,14 @@ def _full_group(spec: CacheSpec) -> int | None:
 
 
 def _limiting_group(answer: Hit | Miss, loss: Loss, ended_group: int | None) -> int | None:
-    """Group that limits the hit. Where the full prefix ends, no state or window does, whatever was searched first."""
+    """Group that limits the hit; None if no group does.
+
+    Args:
+        answer: result of the lookup.
+        loss: tokens that the groups held beyond the hit.
+        ended_group: a FULL group, if the stored prefix ends before the last boundary; else None. If no tokens are lost,
+            this group limits the hit, even if the search tried another group first.
+    """
     if loss.lost_tokens:
         return loss.limiting_group
     if ended_group is not None or isinstance(answer, Hit):

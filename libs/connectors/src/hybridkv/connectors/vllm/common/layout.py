@@ -1,7 +1,7 @@
 """Cache layout: vLLM's KV cache groups as groups of the planner, their fingerprints, and the sizes of their pages.
 
-Also the choice of the chunk: the operator's length if prompts can hit with it, or an automatic one that suits the
-groups. The planner has the rules and the diagnosis; this module turns its findings into configuration errors.
+This module also chooses the chunk length: an automatic length, or the operator's. The planner checks the length; this
+module turns its findings into configuration errors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 
 AUTO_CHUNK_TOKENS = 128
-"""Minimum of an automatic chunk, rounded up to a length that fits all groups. Not used with recurrent groups."""
+"""Minimum length of an automatic chunk, rounded up to a length that fits all groups. Not used with recurrent groups."""
 MAX_TAIL_BLOCKS = 8
-"""Largest chunk with tails, in blocks. A tail repeats the beginning of its chunk for every prompt that ends elsewhere
-in it, and adds as many slot sizes."""
+"""Maximum blocks of a chunk with tails. Each tail stores the beginning of its chunk again, and each length of a tail is
+another slot size."""
 
 
 def choose_chunk(
@@ -53,11 +53,12 @@ def choose_chunk(
     Args:
         specs: the engine's groups.
         wanted: value of `chunk_tokens`.
-        max_model_len: tokens in the longest request.
+        max_model_len: maximum tokens of a request.
         hash_tokens: tokens in each of the engine's block hashes.
 
     Raises:
-        ConfigurationError: the chunk gains nothing, or no prompt can hit; the hint names a length that works.
+        ConfigurationError: chunks of this length end where no boundary can be, or no prompt can hit. The hint names a
+            valid length.
     """
     chunk = _auto_chunk(specs, max_model_len, hash_tokens) if wanted == "auto" else wanted
     findings = diagnose(HybridOffloadPlanner.of_groups(specs, hash_tokens, chunk), max_model_len)
@@ -86,7 +87,8 @@ def choose_chunk(
 
 
 def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
-    """Text that names the groups without which the common multiple is smallest; "" if all groups are alike."""
+    """Text that names the groups with the block or part length that enlarges the common multiple most; "" if all groups
+    have the same length."""
     units = {index: spec.unit_tokens for index, spec in enumerate(specs) if spec.kind is not GroupKind.SCRATCH}
     without = {unit: math.lcm(hash_tokens, *(set(units.values()) - {unit})) for unit in units.values()}
     if len(without) < 2:
@@ -101,7 +103,8 @@ def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
 
 
 def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int) -> int:
-    """Whole blocks of every group; if no prompt reaches that, whole blocks only of groups that cannot be cut."""
+    """Automatic chunk length: whole blocks of every group; if no prompt is that long, whole blocks only of the groups
+    that cannot be cut."""
     is_recurrent = any(spec.kind is GroupKind.RECURRENT for spec in specs)
     units = [math.lcm(unit, hash_tokens) for unit in (whole_chunk_unit(specs), chunk_unit(specs))]
     chunks = [unit if is_recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit for unit in units]
@@ -109,17 +112,18 @@ def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int
 
 
 def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> int | None:
-    """Grid of tails in tokens; None if nothing is stored that ends inside a chunk.
+    """Distance between the possible ends of tails, in tokens; None if no tails are stored.
 
-    A tail is stored only with a state at its end, and the engine hands over such states only if its own hits end inside
-    blocks. A tail's last block is stored whole, so no block is cut. Drafters are excluded, as tails are untested with
-    them. Groups with smaller blocks than a state's, such as windows, are excluded too: vLLM 0.32 lets a prefill end at
-    the end of a smaller block, where no state's block ends.
+    A tail needs a state at its end, and the engine hands over such states only if its own hits end inside blocks. The
+    last block of a tail is stored whole, so no block is cut. No tails are stored:
+    - with a drafter, because this is untested;
+    - with groups of other kinds than FULL and RECURRENT, or with a group that has smaller blocks than a recurrent
+      group: vLLM 0.32 may end a prefill at the end of a smaller block, where no state's block ends.
 
     Args:
         spec: the engine's groups, and the chunk.
         hit_tokens: alignment of the engine's own hits; None if the engine does not report it.
-        hash_tokens: tokens in each of the engine's block hashes, by which tails are named.
+        hash_tokens: tokens in each of the engine's block hashes, from which the keys of tails are made.
     """
     if hit_tokens is None or hit_tokens % hash_tokens or hit_tokens >= whole_chunk_unit(spec.groups):
         return None
@@ -140,17 +144,17 @@ def _length_hint(chunk: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Layout of the engine's groups, on which both halves of the connector must agree.
+    """Layout of the engine's groups, equal in both halves of the connector.
 
-    It does not identify the content; `fingerprint` does, with facts that the scheduler's half gathers.
+    The layout does not identify the content; `fingerprint` does, with facts that the scheduler's half collects.
 
     Args:
         spec: groups in the engine's order, and the chunk.
         layers: layers of every group; none for SCRATCH.
         groups: fingerprints of the stored groups, in order.
         hash_block_tokens: tokens in each of the engine's block hashes.
-        hash_algorithm: algorithm of those hashes.
-        world_size: ranks; each holds its own part of every chunk.
+        hash_algorithm: algorithm of the engine's block hashes.
+        world_size: number of ranks; each holds its own part of every chunk.
     """
 
     spec: CacheSpec
@@ -164,7 +168,7 @@ class CacheLayout:
     _equal_chunk_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     """Bytes of each group's part of a chunk, if they are equal for all chunks."""
     _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
-    """Cache of bytes by (group, tokens). A model has few different ones."""
+    """Cache of bytes by (group, tokens). A model has few entries."""
 
     def __post_init__(self) -> None:
         sizes = tuple(sum(aligned_page_bytes(layer.page_bytes) for layer in layers) for layers in self.layers)
@@ -182,12 +186,10 @@ class CacheLayout:
         return self.hash_algorithm in compat.STABLE_HASHES
 
     def fingerprint(self, facts: dict[str, str]) -> Fingerprint:
-        """Fingerprint of the stored content.
+        """Fingerprint of the stored content. All ranks are tensor-parallel: other kinds of parallelism are refused.
 
         Args:
             facts: facts that the content depends on beside the layout.
-
-        All ranks are tensor-parallel: other kinds of parallelism are refused.
         """
         return Fingerprint(
             facts=facts,
@@ -198,18 +200,18 @@ class CacheLayout:
         )
 
     def block_bytes(self, group_index: int) -> int:
-        """Bytes that one block takes in a chunk on one rank, with the zeros that align its pages.
+        """Bytes of one block in a chunk on one rank, with the zeros that align its pages.
 
-        An upper bound for a worker: it stores no padding of the engine, and layers may share pages.
+        A worker may need fewer bytes: it stores no padding of the engine, and layers may share pages.
         """
         return self._block_bytes[group_index]
 
     def content_bytes(self, group_index: int) -> int:
-        """Bytes of one block's pages on one rank. If blocks can be cut, every token has an equal share."""
+        """Bytes of one block's pages on one rank, without zeros. If blocks can be cut, all tokens have equal shares."""
         return self._content_bytes[group_index]
 
     def span_bytes(self, group_index: int, span: TokenSpan) -> int:
-        """Bytes of a token range in a chunk on one rank, for groups with blocks that chunks cut."""
+        """Bytes of a token range in a chunk on one rank. Only for groups with blocks that chunks cut."""
         size = self.spec.groups[group_index].block_tokens
         first, last = -(-span.start // size), span.end // size
         if first > last:
@@ -227,7 +229,7 @@ class CacheLayout:
         return num_bytes
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
-        """Bytes of a group's part of a chunk on one rank; 0 if no token of it is ever needed."""
+        """Bytes of a group's part of a chunk or tail on one rank; 0 if no hit needs a token of this part."""
         equal = self._equal_chunk_bytes[group_index]
         if equal is not None and end_token % self.spec.chunk_tokens == 0:
             return equal
@@ -236,7 +238,7 @@ class CacheLayout:
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
 
     def largest_chunk_bytes(self, group_index: int) -> int:
-        """Largest size of a group's part of any chunk on one rank."""
+        """Maximum bytes of a group's part of a chunk or tail on one rank."""
         chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
         if self.spec.tail_tokens is not None:
             return max(self._part_ends_bytes(group_index))
@@ -247,12 +249,12 @@ class CacheLayout:
             )
             return max(self.chunk_bytes(group_index, chunk * (i + 1)) for i in range(num_chunks))
         if group.kind is GroupKind.CHUNKED:
-            # The needed part of a chunk depends on its position; the whole chunk is the bound.
+            # The needed part of a chunk depends on the position of the chunk. A whole chunk is the upper bound.
             return chunk // group.block_tokens * self.block_bytes(group_index)
         return self.chunk_bytes(group_index, chunk)
 
     def chunk_sizes(self) -> tuple[int, ...]:
-        """All sizes in bytes of a group's part of a chunk or tail on one rank, ascending."""
+        """All sizes in bytes of the groups' parts of chunks and tails on one rank, ascending."""
         sizes = {num_bytes for index in self.spec.stored_groups for num_bytes in self._part_ends_bytes(index)}
         return tuple(sorted(sizes - {0}))
 
@@ -266,7 +268,7 @@ class CacheLayout:
 
 
 class ResolvedGroups(NamedTuple):
-    """The engine's groups before a chunk is chosen. A use without chunks, such as peers, needs no more.
+    """The engine's groups before a chunk is chosen. Enough for HybridNixlConnector, which has no chunks.
 
     Args:
         specs: all groups, in the engine's order.
@@ -292,7 +294,7 @@ def resolve_layout(
         vllm_config: final configuration.
         kv_cache_config: KV cache configuration of either half.
         chunk_tokens: the operator's setting.
-        with_tails: whether to store tails, which end inside a chunk, if the engine hands over states there.
+        with_tails: whether to store tails, if the engine hands over states inside chunks.
 
     Raises:
         ConfigurationError: the kind of a group is unknown, the parallel layout is not supported, or the chunk does not
@@ -363,8 +365,7 @@ def resolve_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> R
 
 
 def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
-    """Planner specs of the engine's groups, translated as for `resolve_layout` but without `lookahead_tokens`, on which
-    only keys depend.
+    """Planner specs of the engine's groups, as for `resolve_layout` but without `part_tokens` and `lookahead_tokens`.
 
     Raises:
         ConfigurationError: the kind of a group is unknown.
@@ -456,16 +457,17 @@ _KINDS: dict[str, Callable[[Any, int], GroupSpec]] = {
 
 
 def layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
-    """Spec of one layer. Groups of one type may keep pages of different sizes."""
+    """Spec of one layer. A group of `UniformTypeKVCacheSpecs` has one spec for each layer, another group has one for
+    all layers."""
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return per_layer[name] if per_layer else group.kv_cache_spec
 
 
 def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
-    """Fingerprint of one layer. `placement` is the place of its pages; None if a page lies in pieces."""
+    """Fingerprint of one layer. `placement` is the place of its pages; None if a page is split into pieces."""
     page_bytes = compat.unpadded_page_bytes(spec)
     if placement and placement.layer_stride < placement.block_stride and placement.layer_stride != spec.page_size_bytes:
-        # Pages of different sizes, packed block by block. The scheduler has the spec of one layer only, so this may be
-        # another layer's. The placement gives the page's size, with padding.
+        # Pages of different sizes, packed block by block. The scheduler has the spec of only one layer of the group, so
+        # `spec` may belong to another layer. The placement gives the page's size, with padding.
         page_bytes = placement.layer_stride
     return LayerFingerprint(name=name, facts=spec_facts(spec), page_bytes=page_bytes)

@@ -1,7 +1,7 @@
 """Lookup of one request in the tiers, in the form that the planner needs.
 
-Keys are derived in batches that grow during a search, so that a miss derives only a few. This module decides nothing
-and changes nothing in the tiers.
+Keys are derived in batches that grow during a search, so that a miss derives only a few keys. This module decides
+nothing and changes nothing in the tiers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybridkv.hashing import ChunkKeys
 from hybridkv.planner import CacheSpec, LookupResult
 
 _SECOND_BATCH = 256
-"""Chunks in a search's second batch: deriving their keys costs less than ten lookups."""
+"""Chunks in the second batch of a search: to derive their keys costs less than ten lookups."""
 _GROWTH = 8
 """Size of a later batch, as a multiple of all chunks before it."""
 _NO_RUN: tuple[int, list[bytes]] = (0, [])
@@ -23,8 +23,8 @@ _NO_RUN: tuple[int, list[bytes]] = (0, [])
 class RequestKeys:
     """Keys of one request. For each group, the keys of one run of consecutive chunks are cached for the next search.
 
-    A cached key also saves Python's hash of the key, which an index needs. A run never has more keys than the request
-    has chunks. Chunks are numbered from 0 here.
+    A cached key also keeps its Python hash, which an index needs. A run never has more keys than the request has
+    chunks. Chunks are numbered from 0.
 
     Args:
         spec: the model's groups; `keys` covers the stored ones, in order.
@@ -39,9 +39,9 @@ class RequestKeys:
         self._groups = spec.stored_groups
         self._hashes: Sequence[bytes] = ()
         self._seen: tuple[int, bytes] = (0, b"")
-        """Number of hashes at the last call, and the last of them, which covers all before it."""
+        """Number of hashes at the last call, and the last hash, which depends on all earlier hashes."""
         self._cached: dict[int, tuple[int, list[bytes]]] = {}
-        """For each group the first chunk of its run, and the keys."""
+        """For each group: the first chunk of its cached run, and the keys."""
 
     def follow(self, prefix_hashes: Sequence[bytes]) -> RequestKeys:
         """Binds the keys to the request's current hashes, until the next call. Must be called before other methods.
@@ -62,10 +62,10 @@ class RequestKeys:
         return first, first + len(keys)
 
     def key(self, group_index: int, end_token: int) -> bytes:
-        """Key of the chunk or tail that ends at `end_token`. It is not added to the cache.
+        """Key of the chunk or tail that ends at `end_token`. The call does not change the cache.
 
         Raises:
-            ValueError: the prefix is not hashed yet.
+            ValueError: the prefix up to `end_token` is not hashed yet.
         """
         first, cached = self._cached.get(group_index, _NO_RUN)
         place = end_token // self.chunk_tokens - 1 - first
@@ -74,10 +74,10 @@ class RequestKeys:
         return self._keys.key(self._groups.index(group_index), self._hashes, end_token)
 
     def ending_at(self, group_index: int, end_tokens: Sequence[int]) -> Sequence[bytes]:
-        """Keys of a group's chunks and tails by their ends, in the given order; fast for consecutive chunks.
+        """Keys of a group's chunks and tails by their ends, in the given order. Fast for consecutive chunks.
 
         Raises:
-            ValueError: the prefix of one of them is not hashed yet.
+            ValueError: the prefix up to an end is not hashed yet.
         """
         chunk = self.chunk_tokens
         if len(end_tokens) > 1 and end_tokens[0] % chunk == 0:
@@ -89,10 +89,11 @@ class RequestKeys:
     def between(self, group_index: int, first: int, stop: int) -> Sequence[bytes]:
         """Keys of chunks [first, stop), at least one; the caller must not change the list.
 
-        They replace the cached run, unless they extend it or are a single key.
+        Keys that adjoin or overlap the cached run extend the run. Other keys replace it, but a single key replaces only
+        an empty run.
 
         Raises:
-            ValueError: the prefix of one of them is not hashed yet.
+            ValueError: the prefix of a chunk is not hashed yet.
         """
         low, cached = self._cached.get(group_index, _NO_RUN)
         high = low + len(cached)
@@ -159,7 +160,7 @@ class PendingIsMiss:
 
 
 class AsyncLookupIndex(LookupIndex, Protocol):
-    """The same lookups in tiers that may answer asynchronously, such as `TierStack`."""
+    """`LookupIndex` with asynchronous lookups, such as `TierStack`."""
 
     def is_lookup_pending(self, key: bytes) -> bool: ...
 
@@ -245,7 +246,7 @@ class TierLookup:
         return self._index.any_pending(self._keys.between(group_index, first, stop))
 
     def _last_held_tail(self, group_index: int, first_end: int, last_end: int) -> int:
-        """`last_held` with tails, which have no cached keys: searches from the end, where it mostly finds one."""
+        """`last_held` for tails. Tails have no cached keys. Most hits are near the end, so the search starts there."""
         for end_token in range(last_end, first_end - 1, -self._step):
             if self(group_index, end_token) is not LookupResult.MISS:
                 return end_token

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """All copies of one request's load. With `refused` set, the load fails for that reason and copies nothing."""
+    """All copies of one request's load. If `refused` is set, the load copies nothing and fails for this reason."""
 
     request_id: str
     copies: CopyTable
@@ -44,18 +44,20 @@ class Store(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(KVConnectorMetadata):
-    """Plan of one step, from the scheduler to the workers. Frozen, as a worker in the same process gets this object."""
+    """Plan of one step, from the scheduler to the workers. Frozen, because a worker in the same process gets the same
+    object."""
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
     moves: tuple[TierMove, ...] = ()
     """Moves between tiers."""
     namespace: bytes = b""
-    """Namespace of the secondary tiers, if there are moves. Workers describe layers differently, so it is sent."""
+    """Namespace of the secondary tiers, in the first plan and in plans with moves. A worker cannot compute it, because
+    workers describe layers differently."""
     is_idle: bool = False
-    """True if nothing is computed in this step, so that waiting for a load delays no other request."""
+    """True if the step computes nothing. Then a wait for a load delays no other request."""
     measured_step: int = 0
-    """Number of a step that the scheduler measures; 0 for other steps. The outcome returns it."""
+    """Number of a step that the scheduler measures; 0 for other steps. `StepOutcome.measured_step` returns it."""
 
 
 @dataclass(slots=True)
@@ -66,16 +68,18 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Number of ranks that finished a store, and why one failed."""
+    """End of a store on some ranks."""
 
     num_ranks: int
+    """Number of ranks on which the store has ended."""
     failure: str | None = None
+    """Description of a failure on one of these ranks; None without a failure."""
     reason: str | None = None
-    """The tier's reason."""
+    """One-word reason of a failure, for the metrics."""
 
 
 class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a load failed, and the chunk that caused it, if known."""
+    """Failure of a load: reason, description, and key of the chunk that caused the failure, if known."""
 
     reason: str
     detail: str
@@ -84,7 +88,8 @@ class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class StepOutcome(KVConnectorWorkerMetadata):
-    """What ended since the last step, from the workers to the scheduler. A merge over ranks loses nothing."""
+    """Loads, stores and moves that ended since the last step, from the workers to the scheduler. A merge over ranks
+    loses nothing."""
 
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""Prefill stops: sets the boundary at which the engine stops next in each prefill. No other module sets it.
+"""Prefill stops: sets the boundary at which the engine next stops each prefill. No other module sets this boundary.
 
-The engine hands over recurrent states at one boundary of a request, and reads that boundary again at every chunk. So
-the boundary moves from stop to stop: at each chunk it becomes the next stop of any connector, or of the engine itself.
-This module does not decide which boundaries are worth a stop. `ChildPlace` holds the objects that the children of one
+The engine hands over recurrent states at one boundary of a request, and reads this boundary again at every prefill
+chunk. So this module moves the boundary after each chunk: to the next stop of any connector, or of the engine itself.
+The connectors decide which boundaries are worth a stop. `ChildPlace` holds the objects that the children of one
 HybridMultiConnector share.
 """
 
@@ -28,19 +28,20 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 @dataclass(slots=True)
 class _StoppingRequest:
-    """A request with stops. All numbers are tokens from its start."""
+    """A request with stops. All numbers are tokens from the request's start."""
 
     request: Request
     plans: list[Callable[[int], Placement]] = field(default_factory=list)
-    """Planners of the connectors that want stops, until the start of the request's computation is known."""
+    """Functions that plan the stops of each connector, given the start of the computation. Empty after `end`."""
     placements: list[Placement] = field(default_factory=list)
+    """Planned stops, one placement for each connector with stops."""
     loaded: list[int] = field(default_factory=list)
-    """Boundaries at which these connectors would resume the request after a load."""
+    """Boundaries at which the request would resume after a load, one for each connector with a hit."""
     engine_tokens: int = 0
-    """The engine's own boundary, 0 for none."""
+    """The engine's own boundary; 0: none."""
 
     def next(self, start_tokens: int) -> int:
-        """The first stop after `start_tokens`, 0 for none."""
+        """The first stop after `start_tokens`; 0: none."""
         most = self.request.num_prompt_tokens
         found = [next_stop(placement, start_tokens) for placement in self.placements]
         stops = [stop.num_tokens for stop in found if stop is not None and stop.num_tokens <= most]
@@ -49,8 +50,8 @@ class _StoppingRequest:
         return min(stops, default=0)
 
     def has_known_stop(self, start_tokens: int, end_tokens: int) -> bool:
-        """Whether a stop in (`start_tokens`, `end_tokens`] is a known one: a point at which prompts were seen to
-        diverge, or the engine's own."""
+        """Whether a known stop lies in (`start_tokens`, `end_tokens`]: a boundary at which prompts have diverged or
+        end, or the engine's own boundary. Evenly spaced stops do not count."""
         most = min(end_tokens, self.request.num_prompt_tokens)
         known = (
             stop.num_tokens
@@ -64,9 +65,9 @@ class _StoppingRequest:
 class PrefillStops:
     """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
-    `begin`, `add_stops` and `end` belong to one lookup of a request. The engine sets a boundary of its own just
-    before each lookup, also when it repeats one after a preemption or a failed load. A request is dropped when it has
-    no stop left, and when it ends.
+    Each lookup of a request calls `begin`, then `add_stops` for each connector, then `end`. The engine sets its own
+    boundary just before each lookup, also before a repeated lookup after a preemption or a failed load. Requests that
+    have no stop left, and requests that have ended, are dropped.
 
     Args:
         chunk_tokens: maximum tokens of one prompt in one step.
@@ -78,7 +79,7 @@ class PrefillStops:
         self._has_logged = False
 
     def begin(self, request: Request) -> None:
-        """Starts a lookup: earlier stops of the request no longer hold."""
+        """Starts a lookup: drops earlier stops of the request."""
         self._stopping.pop(request.request_id, None)
 
     def add_stops(self, request: Request, plan: Callable[[int], Placement], loaded_tokens: int = 0) -> None:
@@ -86,10 +87,10 @@ class PrefillStops:
 
         Args:
             request: the request of the lookup.
-            plan: returns the stops, given the tokens at which computation will start; that depends on which connector
-                loads. `end` calls it, at most once.
-            loaded_tokens: boundary at which the request resumes if this connector loads, 0 for none. The state there is
-                worth keeping, so that the next request need not load it.
+            plan: returns the stops, given the start of the computation in tokens. `end` calls `plan` at most once,
+                because the start depends on the connector that loads.
+            loaded_tokens: boundary at which the request resumes if this connector loads; 0: no load. The engine should
+                keep the state of this boundary, so that the next request need not load the state.
         """
         stopping = self._stopping.get(request.request_id)
         if stopping is None or stopping.request is not request:
@@ -101,14 +102,14 @@ class PrefillStops:
     def end(self, request: Request, start_tokens: int, is_loaded: bool) -> None:
         """Ends a lookup and sets the first boundary.
 
-        After a load the engine keeps the loaded state if the boundary is there. It cuts the first chunk at the boundary
-        too, so a known stop within that chunk takes precedence over the loaded state. An evenly spaced stop does not:
-        later requests are known to resume at the loaded state, but none has reached the spaced stop yet.
+        With the boundary at the end of a load, the engine keeps the loaded state, but the first prefill chunk passes
+        other stops. So a known stop within that chunk takes precedence over the loaded state. An evenly spaced stop
+        does not: requests resume at the loaded state, but none has resumed at the spaced stop yet.
 
         Args:
             request: the request of the lookup.
-            start_tokens: tokens at which computation will start.
-            is_loaded: whether the request waits for a load up to there.
+            start_tokens: token at which the computation starts.
+            is_loaded: whether the request waits for a load up to `start_tokens`.
         """
         stopping = self._stopping.get(request.request_id)
         if stopping is None:
@@ -139,11 +140,11 @@ class PrefillStops:
         if stop_tokens:
             compat.set_prefill_stop(stopping.request, stop_tokens)
         else:
-            # The remaining boundary has been passed, so it has no effect.
+            # The engine has passed the boundary that is still set, so it has no effect.
             del self._stopping[stopping.request.request_id]
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
-        """Moves each request of a planned step to its next stop."""
+        """Sets the next stop of each request of a planned step."""
         for request_id in scheduler_output.finished_req_ids or ():
             stopping = self._stopping.get(request_id)
             if stopping is not None and stopping.request.is_finished():
@@ -155,7 +156,8 @@ class PrefillStops:
             num_tokens = scheduled.get(request_id)
             if num_tokens is not None:
                 request = stopping.request
-                # Tokens that an asynchronous scheduler has not seen yet are not hashed, and their states not kept.
+                # An asynchronous scheduler may count tokens that it does not know yet. They are not hashed, and the
+                # engine keeps no states for them.
                 start = min(request.num_computed_tokens + num_tokens, request.num_tokens)
                 self._move(stopping, stopping.next(start))
 
@@ -165,9 +167,9 @@ class ChildPlace:
     """Place of a connector among the children of a HybridMultiConnector, and the objects that the children share.
 
     Args:
-        number: number among the children; 0 for a connector without siblings.
-        admission: admission of all children's loads, which need the same blocks; None without siblings.
-        prefill_stops: stops of all children, as the engine reads only one boundary; None without siblings.
+        number: number among the children; 0 for a connector without a parent.
+        admission: admission of all children's loads, which need the same blocks; None without a parent.
+        prefill_stops: stops of all children, because the engine reads only one boundary; None without a parent.
     """
 
     number: int = 0
@@ -190,5 +192,5 @@ def as_child(sibling: ChildPlace) -> Iterator[None]:
 
 
 def current_child() -> ChildPlace:
-    """Place of the connector that is being built."""
+    """Place of the connector that is built in this context."""
     return _child_place.get()

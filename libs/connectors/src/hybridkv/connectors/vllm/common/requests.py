@@ -1,7 +1,7 @@
 """Request state of the scheduler's half, from a request's first lookup to its end.
 
-The progress of a load is a value of the planner (`stage`). This module adds the request's keys, and the chunks that are
-stored for it.
+The planner defines the progress of a load (`stage`). This module adds the request's keys, and the chunks that are
+stored for the request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StoredChunk(msgspec.Struct, frozen=True, gc=False):
     part: Part
     key: bytes
     extends: Extends
-    """The chunk before it in the path, if that is another one, and the one that it needs."""
+    """Keys of the previous chunk in the path and of the chunk that this chunk needs; one key if both are the same."""
     is_new: bool
     """Whether this store writes the chunk."""
 
@@ -57,15 +57,15 @@ class PrefixChain:
     prompt_tokens: int = sys.maxsize
     """Length of the request's prompt, set when it starts to compute."""
     keep_seconds: float = 0.0
-    """How long to keep the chain after the request's end."""
+    """Seconds to keep the chain after the request's end."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether no more chunks will come."""
+        """Whether no more chunks will be added."""
         return self.is_over and not self.num_storing
 
     def begin(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
-        """Called when the request starts to compute."""
+        """Sets the values of a request that starts to compute."""
         self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
 
     def drop(self, parts: Sequence[Part]) -> None:
@@ -80,26 +80,29 @@ def state_groups(spec: CacheSpec) -> tuple[int, ...]:
 
 
 def state_step_tokens(spec: CacheSpec) -> int:
-    """Distance of boundaries at which states can be stored: a block of every recurrent group ends there. Needs at least
-    one recurrent group."""
+    """Distance in tokens between the boundaries at which states can be stored: a block of every recurrent group ends
+    there. Needs at least one recurrent group."""
     return math.lcm(spec.boundary_tokens, *(spec.groups[index].block_tokens for index in state_groups(spec)))
 
 
 @dataclass(slots=True)
 class CheckpointState:
-    """Recurrent states of one request, from a lookup until the engine starts it over (`was_admitted` persists)."""
+    """Prefill stops and stored states of one request. If the engine starts the request over, only `was_admitted` stays.
+
+    Boundaries are in tokens from the request's start.
+    """
 
     bare_prompt: Prompt | None = None
-    """Facts of the prompt alone, for which the stops were planned."""
+    """Prompt for which the stops were planned, without facts about other requests."""
     prompt: Prompt | None = None
-    """The same facts, together with those of similar requests."""
+    """The same prompt, with facts about earlier requests on its path."""
     placement: Placement = field(default_factory=Placement)
     newest_tokens: int = 0
-    """Boundary of its newest stored state."""
+    """Boundary of the newest stored state."""
     was_admitted: bool = False
-    """Whether the request was admitted before, so that stored and remembered chunks on its path may be its own."""
+    """Whether the request was admitted before. Then stored and remembered chunks on its path may be its own."""
     awaited_tokens: int = 0
-    """Largest boundary of a state of its answer that could be stored."""
+    """Largest boundary in the request's answer at which a state could be stored."""
 
     def started_over(self) -> CheckpointState:
         """Value after the engine starts the request over."""
@@ -114,7 +117,7 @@ class CheckpointState:
         return "stop" if self.reason_at(num_tokens) else "engine"
 
     def reason_at(self, num_tokens: int) -> str:
-        """Why the request stops at this boundary, "" if it does not."""
+        """Reason why the request stops at this boundary; "" if it does not stop there."""
         return next((str(stop.reason) for stop in self.placement.stops if stop.num_tokens == num_tokens), "")
 
 
@@ -125,44 +128,44 @@ class TrackedRequest:
     request: Request
     hashes: TokenHashes | None
     request_keys: RequestKeys | None
-    """None while the content of the request's adapter is in doubt; nothing is looked up or stored then."""
+    """None while the content of the request's adapter is in doubt; then nothing is looked up or stored."""
     adapter_version: AdapterVersion | None = None
     """Version of the request's adapter; None without an adapter."""
     hints: Hints = NO_HINTS
     """Hints that the request carries."""
     stored_tokens: int = 0
-    """Chunks that end here or before are handled: stored, or not to be stored."""
+    """Chunks that end here or before need no more work: they are stored, or are not to be stored."""
     path: PrefixChain = field(default_factory=PrefixChain)
-    """Chunks that are stored for it."""
+    """Chunks that are stored for the request."""
     is_storable: bool = True
-    """False until the request starts over: after a reset, as its computed tokens may be among those to be forgotten;
-    and after it continued from a corrupt block."""
+    """Whether the request may store. False until the request starts over: after a reset, if it had started before;
+    after it continued from a corrupt block; for LMCache, after a failed store."""
     seen: tuple[int, int] = (0, 0)
-    """Number of complete chunks when stores were last planned: without a drafter's lookahead, and with it."""
+    """Numbers of complete chunks when stores were last planned: without a drafter's lookahead, and with it."""
     idle_below_tokens: int = 0
     """If a step ends before this many tokens and the engine hands over no state, there is nothing new to store, and the
-    request is skipped. 0 means never skip."""
+    step skips the request. 0: no step skips it."""
     computed_tokens: int = 0
-    """Tokens that the engine itself held at its last lookup."""
+    """Tokens that the engine itself held at its last lookup of the request."""
     stage: Stage = NEW
-    """Progress of its load."""
+    """Progress of the request's load."""
     last_reply: Reply | None = None
     """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
     resumed_tokens: int = 0
-    """Token at which the request resumed, from the engine's own cache or from a load; 0 once its states and windows are
-    counted."""
+    """Token at which the request resumed, from the engine's own cache or from a load. 0 after this use is recorded."""
     waiting_since_s: float | None = None
     """Start of the wait for a lookup, a promotion, room or a load."""
     polled: tuple[int, float] | None = None
-    """Number of the step in which the engine last asked for its hit, and the time."""
+    """Step number and time of the engine's last lookup of the request."""
     awaited_key: bytes | None = None
-    """A key of the async lookup that the request waits for: the first after the known hit, if that is one."""
+    """Key of the first chunk after the settled hit, if the async lookup of this key is unanswered; None otherwise."""
     measured: tuple[Hit | Miss, int, Loss] | None = None
-    """Last measured (answer, computed tokens, loss): tokens that more states or windows would have made a hit."""
+    """Last measured (answer, computed tokens, loss). Loss: tokens that more states or windows would have made a hit."""
     checkpoint_state: CheckpointState = field(default_factory=CheckpointState)
-    """Stops at which its states are stored."""
+    """Prefill stops and stored states of the request."""
     followed: tuple[int, bytes] = (0, b"")
-    """Number of the engine's block hashes when `follow` was last called, and the last of them; it covers all before."""
+    """Number of the engine's block hashes at the last call of `follow`, and the last hash, which depends on all earlier
+    hashes."""
 
     @property
     def request_id(self) -> str:
@@ -170,7 +173,7 @@ class TrackedRequest:
 
     @property
     def lora(self) -> Any:
-        """Adapter of the request, None without one."""
+        """Adapter of the request; None without an adapter."""
         return getattr(self.request, "lora_request", None)
 
     def prefix_hashes(self) -> Sequence[bytes]:
@@ -181,8 +184,10 @@ class TrackedRequest:
         return self.hashes.upto(self.request.all_token_ids, unchanged_hashes * self.hashes.block_tokens)
 
     def follow(self) -> int:
-        """Drops conclusions from tokens that the request no longer has: when a session's next input arrives, the engine
-        removes the last sampled tokens, and the request may have its former length again at the next call.
+        """Drops the state that depends on tokens that the request no longer has.
+
+        When the next input of a session arrives, the engine removes the last sampled tokens. At the next call the
+        request may have its former length again, so `follow` compares hashes.
 
         Returns:
             Number of the engine's block hashes that are unchanged since the last call; 0 if the engine makes none.
@@ -203,7 +208,11 @@ class TrackedRequest:
         return 0
 
     def keys(self) -> RequestKeys:
-        """Keys of the tokens known so far; valid until the next call."""
+        """Keys of the tokens known so far; valid until the next call.
+
+        Raises:
+            RuntimeError: `Requests.identify` has not found the version of the request's adapter.
+        """
         if self.request_keys is None:
             raise RuntimeError("the keys of a request were requested before its adapter is known")
         return self.request_keys.follow(self.prefix_hashes())
@@ -262,7 +271,10 @@ class Requests:
         return tracked
 
     def identify(self, tracked: TrackedRequest) -> bool:
-        """Whether the request has keys. Must be called before the engine admits the request."""
+        """Finds the keys of a request. False if it has none, because the content of its adapter is in doubt.
+
+        Must be called before the engine admits the request.
+        """
         if tracked.adapter_version is not None and not (
             self._is_alone(tracked) and self._adapters.is_unchanged(tracked.adapter_version)
         ):
@@ -275,8 +287,8 @@ class Requests:
         return tracked.request_keys is not None
 
     def beside(self, request: Request) -> TrackedRequest:
-        """Separate state of a request that is looked up but never computed. It does not affect the tracked request, and
-        has its hints. It has keys after `identify` returns True."""
+        """Separate state of a request for a lookup without a computation. It has the hints of the tracked request, and
+        does not change that request. With an adapter, it has keys after `identify` returns True."""
         tracked = TrackedRequest(request, None, None)
         if (known := self.get(request.request_id)) is not None:
             tracked.hints = known.hints
@@ -290,7 +302,8 @@ class Requests:
         tracked.request_keys = RequestKeys(self._layout.spec, keys)
 
     def _is_alone(self, tracked: TrackedRequest) -> bool:
-        """Whether all running requests with its adapter agree on a load in place: the engine follows the first."""
+        """Whether all running requests with the number of this adapter load the same adapter in place. If not, the
+        engine follows the first request. True without a load in place."""
         if not tracked.lora.load_inplace:
             return True
         own = tracked.lora

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of a connector. It loads or stores, or both.
+    """Role of a connector.
 
     Args:
-        loads: it looks up, promotes and loads chunks.
-        stores: it stores chunks that the engine computes.
-        copies_locally: loads copy blocks that the engine still holds from GPU memory in place of a tier.
+        loads: the connector looks up, promotes and loads chunks.
+        stores: the connector stores chunks that the engine computes.
+        copies_locally: a load may copy from blocks that the engine still holds, in place of a tier.
     """
 
     loads: bool = True
@@ -31,7 +31,7 @@ BOTH: Final = Role()
 
 
 def role_of(transfer: Any) -> Role:
-    """Role that vLLM's KVTransferConfig names; both without one."""
+    """Role for `kv_role` of vLLM's KVTransferConfig: a producer only stores, a consumer only loads."""
     match getattr(transfer, "kv_role", None):
         case "kv_producer":
             return Role(loads=False)

@@ -21,10 +21,10 @@ logger = logging.getLogger("vllm.hybridkv")
 def check_start(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
     """Refuses an engine or a configuration that cannot work, and warns of probable mistakes in valid settings.
 
-    Only the scheduler's side warns, and HybridMultiConnector in place of its children.
+    Only the scheduler's half warns. For children of HybridMultiConnector, only their parent warns.
 
     Raises:
-        ConfigurationError: the engine does not start.
+        ConfigurationError: the engine or the configuration cannot work.
     """
     compat.require_supported_engine()
     compat.share_log()

@@ -1,4 +1,4 @@
-"""Metrics of a connector, on their way to /metrics through vLLM's connector statistics."""
+"""Metrics of a connector. vLLM's connector statistics carry them to /metrics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
 GAUGE_RESEND_INTERVAL = 17
-"""All gauges are resent at every n-th call of `take`. A prime, so that each of several front-ends that take turns gets
-them."""
+"""All gauges are resent at every n-th call of `take`. The number is a prime, so that each of several front-ends gets
+the gauges although the front-ends get the counts in turn."""
 
 
 class ConnectorMetrics:
-    """Counts events under the catalogue's metric names. Each half has one; vLLM merges their statistics.
+    """Counts of one half of a connector, under the catalogue's metric names. vLLM merges the counts of all halves.
 
-    A gauge is sent when it has changed. All gauges are also resent from time to time, as the counts of a step go to
-    only one of several front-ends. A step without events sends nothing.
+    A gauge is sent when it has changed. All gauges are also resent from time to time, because the counts of a step go
+    to only one of several front-ends. A step without events sends nothing.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class ConnectorMetrics:
         """Last sent values of gauges by name and labels. The catalogue bounds their number."""
         self._num_taken = 0
         self.restored_tokens = 0
-        """Tokens of all hits that requests took."""
+        """Tokens that loads have restored."""
         self.saved_s = 0.0
-        """Time to compute them."""
+        """Estimated seconds to compute `restored_tokens`."""
         self.waited_s = 0.0
-        """Time that requests waited before they ran."""
+        """Seconds that requests have waited before they ran."""
 
     def pending(self, *, is_async: bool = False) -> None:
-        """A lookup must wait: for a store of its chunks, or (`is_async`) for an asynchronous lookup in a tier."""
+        """A lookup waits for a store of its chunks, or (`is_async`) for an async lookup in a tier."""
         reason = "async_lookup" if is_async else "being_stored"
         self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason=reason)
 
@@ -72,7 +72,7 @@ class ConnectorMetrics:
             self._counts.add("vllm:hybridkv_junctions_total", 1, outcome=explained.junction)
 
     def placed(self, placement: Placement) -> None:
-        """An admitted request has these prefill stops."""
+        """A request was admitted with these prefill stops."""
         for stop in placement.stops:
             self._counts.add("vllm:hybridkv_checkpoint_stops_total", 1, reason=str(stop.reason))
         for cause, number in msgspec.structs.asdict(placement.left_out).items():
@@ -93,15 +93,15 @@ class ConnectorMetrics:
         self._counts.add("vllm:hybridkv_states_stored_total", 1, origin=origin)
 
     def store(self, kind: str, outcome: str, number: int = 1) -> None:
-        """Chunks of one group were stored, or were not for a reason."""
+        """Chunks of a group of this kind were stored ("stored"), or not stored for the reason `outcome`."""
         self._counts.add("vllm:hybridkv_stores_total", number, kind=str(kind), outcome=outcome)
 
     def misled(self, cause: str) -> None:
-        """One request continued from a corrupt block; nothing of it is stored."""
+        """One request continued from a corrupt block, so it stores nothing more."""
         self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
 
     def hint(self, name: str) -> None:
-        """One request carried this hint, or ("invalid") one that could not be read."""
+        """One request carried this hint. `name` is "invalid" for a hint that could not be read."""
         self._counts.add("vllm:hybridkv_hints_total", 1, hint=name)
 
     def prefetch(self, outcome: str, number: int = 1) -> None:
@@ -109,7 +109,7 @@ class ConnectorMetrics:
         self._counts.add("vllm:hybridkv_prefetches_total", number, outcome=outcome)
 
     def kept(self, tier: str, is_kept: bool) -> None:
-        """One request's prefix was to be kept in a tier."""
+        """One request's prefix is kept in a tier, or the tier refused it."""
         self._counts.add("vllm:hybridkv_keeps_total", 1, tier=tier, outcome="kept" if is_kept else "refused")
 
     def kept_bytes(self, tier: str, num_bytes: int) -> None:
@@ -120,7 +120,7 @@ class ConnectorMetrics:
         self._counts.add("vllm:hybridkv_store_bytes_total", num_bytes)
 
     def store_failed(self, reason: str) -> None:
-        """One request's store of one step failed."""
+        """One store failed: the chunks of one request in one step."""
         self._counts.add("vllm:hybridkv_store_failures_total", 1, reason=reason)
 
     def load(self, num_tokens: int, num_bytes: int, failed: bool, failures: Sequence[LoadFailure]) -> None:
@@ -132,7 +132,7 @@ class ConnectorMetrics:
             self._counts.add("vllm:hybridkv_load_failures_total", 1, reason=reason)
 
     def local(self, source: str, num_tokens: int, num_bytes: int) -> None:
-        """Part of one load that was copied from the engine's own blocks; `source` is the tier that it replaced."""
+        """Part of one load was copied from the engine's own blocks. `source`: tier that these blocks replaced."""
         if num_tokens:
             self._counts.add("vllm:hybridkv_local_tokens_total", num_tokens, source=source)
         if num_bytes:
@@ -146,7 +146,7 @@ class ConnectorMetrics:
             self._counts.observe(f"vllm:hybridkv_{job}_size_bytes", num_bytes)
 
     def wait_timeout(self, wait: str) -> None:
-        """A request waited too long: a "lookup" for pending stores, a "load" for a secondary tier."""
+        """A wait of a request timed out. `wait`: "lookup" for pending stores, "load" for a secondary tier."""
         self._counts.add("vllm:hybridkv_wait_timeouts_total", 1, wait=wait)
 
     def moved(self, direction: Direction, tier: str, seconds: float) -> None:
@@ -162,7 +162,7 @@ class ConnectorMetrics:
         self._counts.add("vllm:hybridkv_lmcache_chunks_total", number, operation=operation)
 
     def lmcache_withdrawals(self, number: int) -> None:
-        """Chunks that an LMCache server was asked to delete."""
+        """Chunks for which a delete request was sent to an LMCache server."""
         self._counts.add("vllm:hybridkv_lmcache_withdrawals_total", number)
 
     def lmcache_state(self, is_up: bool) -> None:
@@ -175,13 +175,18 @@ class ConnectorMetrics:
         self._gauge("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
 
     def reuse(self, shares: Mapping[str, float], needed_bytes: int) -> None:
-        """Estimated hits by size of host memory, as shares of prompt tokens, and the size for most of them."""
+        """Estimated hits and needed host memory.
+
+        Args:
+            shares: for each size of host memory, the estimated share of prompt tokens that would be hits.
+            needed_bytes: bytes of host memory for most of the possible hits; 0 if unknown.
+        """
         for capacity, share in shares.items():
             self._gauge("vllm:hybridkv_estimated_hit_share", round(share, 3), capacity=capacity)
         self._gauge("vllm:hybridkv_reused_bytes", needed_bytes)
 
     def saved(self, num_tokens: int, seconds: float) -> None:
-        """A hit restored tokens that take `seconds` to compute."""
+        """A load restored tokens. To compute them takes an estimated time of `seconds`."""
         self.restored_tokens += num_tokens
         self.saved_s += seconds
         self._counts.add("vllm:hybridkv_saved_seconds_total", seconds)
@@ -192,12 +197,12 @@ class ConnectorMetrics:
         self._counts.add("vllm:hybridkv_waited_seconds_total", seconds)
 
     def announced(self, event: str, medium: str) -> None:
-        """A KV event reported that blocks are in a medium, or no longer."""
+        """A KV event of type `event` was sent for a medium."""
         kind = "stored" if event == "BlockStored" else "removed"
         self._counts.add("vllm:hybridkv_kv_events_total", 1, type=kind, medium=medium.lower())
 
     def announcements(self, num_tokens: int, num_unannounced_chunks: int) -> None:
-        """Tokens that are announced to routers now, and stored chunks that are not."""
+        """Number of tokens that are announced to routers now, and number of stored chunks that are not announced."""
         self._gauge("vllm:hybridkv_announced_tokens", num_tokens)
         self._gauge("vllm:hybridkv_unannounced_chunks", num_unannounced_chunks)
 
@@ -280,7 +285,7 @@ class ConnectorMetrics:
             self._sent[series] = value
 
     def take(self) -> OffloadStats | None:
-        """Counts since the last call, None if there are none."""
+        """Counts since the last call; None if there are none."""
         self._num_taken += 1
         if self._num_taken % GAUGE_RESEND_INTERVAL == 0:
             self._sent.clear()

@@ -40,7 +40,7 @@ _NAME_BYTES = TAG_BYTES + 32
 
 
 def agree_on_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
-    """Layout of the engine's groups for the server's chunk size. Connects to the server; each half calls it.
+    """Layout of the engine's groups for the server's chunk size. Connects to the server. Both halves call it.
 
     Raises:
         ConfigurationError: no server answers and no chunk size is configured, or the server cannot store these groups.
@@ -116,7 +116,7 @@ class LMCacheBuilder:
         config: configuration of the connector.
         layout: layout of the engine's groups.
         room: admits concurrent loads.
-        metrics: metrics.
+        metrics: the connector's metrics.
 
     Raises:
         ConfigurationError: a fact of the engine cannot be read.
@@ -158,8 +158,8 @@ class LMCacheBuilder:
         identity = self._identification.identity(ranks)
         geometry = Geometry(session_spec.groups, session_spec.chunk_tokens)
         name = cache_name(identity.namespace, geometry.digest())
-        # The memory registered here is never used. It makes the server know the groups of the cache, so that lookups
-        # work before the ranks register: they get the namespace with the first step.
+        # The memory of this session is never used. Its registration gives the server the groups of the cache, so that
+        # lookups work before the ranks register. The ranks get the namespace with the first step.
         session = LMCacheSession(
             session_spec.groups, identity.namespace, session_spec.world_size, 1, session_spec.chunk_tokens
         )

@@ -47,7 +47,7 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         weights_digest: identification of the weights, as for HybridOffloadConnector.
         identity_ignores: names of facts that do not change the stored bytes.
         copies: copy engine on a GPU, as for HybridOffloadConnector.
-        on_reset: what a reset of vLLM's caches does, as for HybridOffloadConnector.
+        on_reset: effect of a reset of vLLM's caches, as for HybridOffloadConnector.
     """
 
     url: str

@@ -1,7 +1,7 @@
 """Loads of one rank: take pages, look up, retrieve, check, copy.
 
-Each load ends once: when its bytes are copied, on a failure, or at its deadline. A late server writes to shared memory
-only: a failed load has not changed the engine's blocks.
+Each load ends once: when its bytes are copied, on a failure, or at its deadline. A server that answers after the
+deadline writes to shared memory only, not to the engine's blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LoadHandler:
         copies: queue of copy jobs.
         timeout_s: timeout of a load.
         clock: seconds.
-        on_ended: called once for each load, with its request and its failures; no failures mean success.
+        on_ended: called once for each load, with the request id and the failures; empty after a success.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Load tracker: lookups and loads of each request, on the scheduler's side.
+"""Load tracker: lookups and loads of each request, in the scheduler's half.
 
 One lookup covers all groups: the server returns the longest prefix that every group can resume after, and locks it. The
 lock is released when the load has ended on every rank. Each request has one lookup. After a failed load that names a
-bad chunk, a second lookup covers the chunks before the bad one, and other requests are not offered that prefix for
+bad chunk, another lookup covers the chunks before the bad one, and other requests are not offered that prefix for
 `SUSPECT_S` seconds.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def load_copies(spec: CacheSpec, transfers: Sequence[Transfer]) -> tuple[PageCopy, ...]:
-    """Copies that load these transfers."""
+    """Page copies for the transfers of a load."""
     copies = []
     for transfer in transfers:
         chunk = transfer.end_token // spec.chunk_tokens - 1
@@ -116,12 +116,12 @@ class LoadTracker:
     """Load tracker: the state of each request, from its lookup to the end of its load.
 
     Args:
-        layout: of the engine's groups.
+        layout: layout of the engine's groups.
         lookup: starts a lookup of chunks, by their digests.
         max_chunks: maximum length of a load, in chunks; limited by the pool of a rank.
         room: admits concurrent loads.
-        metrics: metrics.
-        clock: seconds.
+        metrics: the connector's metrics.
+        clock: time in seconds.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class LoadTracker:
         self._requests: dict[str, RequestLoad] = {}
         self._loads: dict[str, _LMCacheLoad] = {}
         self._suspects: dict[bytes, float] = {}
-        """End of the suspicion of a chunk, in seconds of the clock, by digest; oldest first."""
+        """Time until which a chunk is suspect, in seconds of the clock, by digest; oldest first."""
         stored = self._spec.stored_groups
         self._key_group = max(stored, key=lambda index: self._spec.groups[index].lookahead_tokens)
-        """Index of the group that names chunks: the one with the longest lookahead. A drafter's part of a chunk depends
-        on later tokens, so its keys cover more tokens, and one name must hold for all groups."""
+        """Index of the group with the keys that name chunks: the group with the longest lookahead. One name must
+        identify the parts of all groups, and a drafter's part of a chunk depends on later tokens too."""
 
     def get(self, tracked: TrackedRequest) -> RequestLoad:
         """Returns the state of a request; creates it if needed."""
@@ -205,9 +205,9 @@ class LoadTracker:
         return state
 
     def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
-        """Number of tokens beyond `computed_tokens` that can be loaded; None: ask again later.
+        """Number of tokens beyond `computed_tokens` that can be loaded; None if the engine must call again.
 
-        After a failed load the first reply is None, so that waiting requests that hold blocks go first.
+        After a failed load the first reply is None, so that waiting requests that hold blocks are scheduled first.
         """
         state = self.get(tracked)
         if state.yields_once:
@@ -276,7 +276,7 @@ class LoadTracker:
         return next((number for number, digest in enumerate(digests) if digest in suspects), len(digests))
 
     def _has_suspects(self, state: RequestLoad) -> bool:
-        """True if a chunk that the lookup found became suspect since."""
+        """True if a chunk that the lookup found is suspect by now."""
         if not self._suspects or state.prefix is None:
             return False
         return self._num_unsuspected(state.prefix.digests[: state.found_chunks]) < state.found_chunks
@@ -284,8 +284,8 @@ class LoadTracker:
     def _mark_suspect(self, digests: Sequence[bytes]) -> None:
         """Marks all chunks of a prefix as suspect, after a load with a bad chunk.
 
-        All of them, because a shorter load reads windows and states that this load did not read, and with
-        `kv_load_failure_policy: fail` each further bad chunk would end one more request.
+        A shorter load reads windows and states that this load did not read. With `kv_load_failure_policy: fail` each
+        further bad chunk would end one more request.
         """
         until_s = self._clock() + SUSPECT_S
         for digest in digests[:MAX_SUSPECTS]:
@@ -389,7 +389,11 @@ class LoadTracker:
             in_flight.failures += failures
 
     def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> None:
-        """Ends a load that all ranks have ended. After a failure, a retry looks up a shorter prefix."""
+        """Ends a load that all ranks have ended.
+
+        After a failure that names a bad chunk, the retry looks up the prefix before that chunk. After any other
+        failure, or after `MAX_FAILED_LOADS` failures, the request loads nothing.
+        """
         in_flight = self._loads.pop(request_id, None)
         if in_flight is None:
             return
@@ -427,7 +431,7 @@ class LoadTracker:
     # Ends.
 
     def restart(self, tracked: TrackedRequest) -> None:
-        """Resets a request after a preemption, or if its lookup is void. Keeps the number of failed loads."""
+        """Resets a request after a preemption, or if its tokens or keys have changed. Keeps its failed loads."""
         state = self._requests.pop(tracked.request_id, None)
         if state is None:
             return

@@ -36,8 +36,8 @@ class Trackers:
     """Parts of the scheduler's half.
 
     Args:
-        load_tracker: load tracker.
-        store_tracker: store tracker.
+        load_tracker: tracks lookups and loads.
+        store_tracker: tracks stores.
         room: admits concurrent loads.
     """
 
@@ -53,9 +53,9 @@ class LMCacheScheduler:
         layout: layout of the engine's groups.
         identity: identity of the content.
         payload_bytes: page size of each stored group, in bytes.
-        trackers: trackers.
-        kv_role: stores, loads, or both.
-        metrics: metrics.
+        trackers: trackers of loads and stores.
+        kv_role: whether the connector stores, loads, or does both.
+        metrics: the connector's metrics.
         close: closes the connection to the server.
     """
 
@@ -114,7 +114,7 @@ class LMCacheScheduler:
         return self._kv_role.loads and not compat.skips_prefix_cache(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Number of tokens beyond `computed_tokens` that can be loaded; None: ask again later."""
+        """Number of tokens beyond `computed_tokens` that can be loaded; None if the engine must call again."""
         tracked = self.track(request)
         if self._has_other_tokens(tracked):
             self._load_tracker.restart(tracked)
@@ -230,7 +230,7 @@ class LMCacheScheduler:
     # Ends.
 
     def reset(self) -> bool:
-        """Makes this engine find nothing that was stored before. Other engines at the server still find it.
+        """Replaces the keys, so that this engine finds no chunk that was stored before. Deletes nothing at the server.
 
         New keys are unique to this process, because its weights may differ from any file.
         """

@@ -1,7 +1,7 @@
 """Session of one rank at a server: connection, pool of pages in shared memory, and page headers.
 
-A page has two users: the server, and the copy between the page and the engine's blocks. It is free when both have
-ended, in any order.
+A page has two users: the server, and the copy between the page and the engine's blocks. The page is free when
+both have ended, in any order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORKER, SERVER = "worker", "server"
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Memory of a pool, up to its next renewal. The memory stays mapped as long as this object lives.
+    """Memory of a pool, until the pool is recreated. The memory stays mapped as long as this object exists.
 
     Args:
         instance: instance of the pool.
@@ -85,7 +85,7 @@ class PageLease:
     """Lease of the pages of one operation, until both users have dropped it. For any thread.
 
     Args:
-        taken: pages.
+        taken: pages of the operation.
         memory: memory of the pages.
         until_s: deadline of the server, in seconds of the clock.
         give_back: returns the pages to the pool.
@@ -217,7 +217,7 @@ class RankSession:
         rank: rank of this process.
         namespace: digest of the content's identity.
         register: registers shared memory at the copy engines.
-        clock: seconds.
+        clock: time in seconds.
     """
 
     def __init__(
@@ -318,8 +318,8 @@ class RankSession:
     def report_starvation(self) -> None:
         """Reports an operation that got no pages until its deadline.
 
-        If a lease is past its deadline, the server may have ignored a call; it sends no error. Then the connection is
-        replaced, and the pool with it.
+        If a lease is past its deadline, the server may have ignored a call, without an error. Then the connection and
+        the pool are replaced.
         """
         with self._lock:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None

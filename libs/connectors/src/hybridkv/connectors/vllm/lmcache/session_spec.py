@@ -27,7 +27,7 @@ class SessionSpec:
     """Parameters of one engine's sessions at one server.
 
     Args:
-        address: address of the server. It must be on this host, because it maps the ranks' memory.
+        address: address of the server. The server must be on this host, because it maps the ranks' memory.
         groups: stored groups, in the engine's order.
         group_indexes: engine's index of each of `groups`.
         chunk_tokens: chunk size of the server and of the engine.

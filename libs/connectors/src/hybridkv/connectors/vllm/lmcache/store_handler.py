@@ -46,7 +46,7 @@ class StoreHandler:
         zeros: zero bytes for the gaps within a stored block.
         copies: queue of copy jobs.
         clock: seconds.
-        on_ended: called once for each store, with its id, and reason and detail of a failure or None and None.
+        on_ended: called once for each store, with its id, and reason and detail of the failure; None after a success.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StoreHandler:
                 lease.drop(SERVER)
 
     def step(self, *, may_begin: bool) -> None:
-        """Starts queued stores and fails late ones. With `may_begin` False no store starts: loads wait for pages."""
+        """Starts queued stores and fails late ones. `may_begin`: False while loads wait for pages: no store starts."""
         while self._waiting:
             operation = self._waiting[0]
             if operation.waiting and operation.failure is None and not self._start(operation, may_begin):

@@ -1,4 +1,4 @@
-"""Store tracker: stores of each request, on the scheduler's side.
+"""Store tracker: stores of each request, in the scheduler's half.
 
 Blocks stay pinned in the engine's pool until every rank has copied them. The engine never waits for the server.
 Stores of a request with an adapter are held: they go to the server only after a check that the adapter's files have
@@ -59,7 +59,7 @@ def store_copies(
     """Copies of the complete objects in a run of chunks.
 
     Args:
-        geometry: of the stored groups.
+        geometry: geometry of the stored groups.
         group_indexes: engine's index of each stored group.
         tables: block ids of each stored group, from token 0.
         span: whole chunks that every table covers.
@@ -121,7 +121,7 @@ class _LMCacheStore:
 
 
 class StoreTracker:
-    """Store tracker: plans stores and follows them to their end.
+    """Store tracker: plans stores and tracks them until all ranks have ended them.
 
     Args:
         layout: layout of the engine's groups.
@@ -129,7 +129,7 @@ class StoreTracker:
         separate_objects: True if the server stores windows and states in objects of their own; None without a server.
         load_tracker: lookup results of each request.
         adapters: checks that the files of an adapter are unchanged.
-        metrics: metrics.
+        metrics: the connector's metrics.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class StoreTracker:
         """
         spec, request, chunk = self._spec, tracked.request, self._spec.chunk_tokens
         hashed = len(tracked.prefix_hashes()) * self._layout.hash_block_tokens
-        # Draft tokens, and tokens that an asynchronous scheduler has not seen yet, are not final.
+        # Draft tokens, and tokens that an asynchronous scheduler does not have yet, are not final.
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         known = self._load_tracker.known_chunks(tracked)
-        # While the lookup is open, only states are stored: the engine offers each state once.
+        # While the lookup is open, only states are stored: the engine hands over each state once.
         copies = self._attention(tracked, known, final, tables) if known is not None else []
         # A state's key needs the lookahead tokens of a drafter after it.
         named = min(final, hashed - spec.lookahead_tokens)
@@ -188,13 +188,13 @@ class StoreTracker:
         return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.adapter_version is not None)
 
     def _attention(self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables) -> list[PageCopy]:
-        """Copies of whole attention chunks after the known and the stored ones."""
+        """Copies of whole attention chunks that the server lacks and that no earlier step has stored."""
         chunk = self._spec.chunk_tokens
         complete = max(0, final - self._spec.lookahead_tokens)
         begins = max(tracked.stored_tokens, known * chunk)
         separate = self._separate_objects()
         if separate is None or complete // chunk * chunk <= begins:
-            # Without a server, its objects are unknown.
+            # Without a server, it is unknown which groups form one object.
             return []
         if tracked.adapter_version is not None:
             # A held store keeps all its pages at once, so it must fit. The rest follows in a later step.

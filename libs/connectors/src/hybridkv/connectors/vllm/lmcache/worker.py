@@ -1,7 +1,7 @@
-"""Worker's half of HybridLMCacheConnector: executes plans. Decides nothing, and raises nothing in the engine.
+"""Worker's half of HybridLMCacheConnector: executes plans. Plans nothing, and raises no error into the engine's step.
 
-Bytes pass through a pool of pages in shared memory. A copy engine moves them between blocks and pages, the server
-between pages and its own memory. Each page has a header that is checked before a load.
+Bytes pass through a pool of pages in shared memory. A copy engine copies between blocks and pages; the server copies
+between pages and its own memory. Each page has a header, which a load checks before it copies the page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ServerCounts:
     """Reports changes of the server's state and counts to the metrics.
 
     Args:
-        metrics: metrics.
+        metrics: the connector's metrics.
     """
 
     def __init__(self, metrics: ConnectorMetrics) -> None:
@@ -96,14 +96,14 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 class LMCacheWorker(RankWorker):
     """Worker's half: moves pages between this rank's KV memory and a server.
 
-    For one thread. Only `close` waits.
+    For one thread. After the start, only `suspend` and `close` wait.
 
     Args:
         layout: layout of the model's groups.
         rank: rank of this process.
         session_spec: session parameters.
         paths: copy engines.
-        metrics: metrics.
+        metrics: the connector's metrics.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LMCacheWorker(RankWorker):
         self._prove(self._memory)
 
     def _prove(self, memory: KVMemory) -> None:
-        """Proves the copies with pinned memory of the same kind: the pool exists only after the connection."""
+        """Proves the copies with other pinned memory of the same kind, because the pool is created later."""
         proof_bytes = max(pages.block_bytes for pages in memory.pages.values())
         pinned = self._device.arena_memory(PROOF_BLOCKS * proof_bytes)
         if pinned is None:

@@ -29,7 +29,7 @@ _NEEDS_VLLM_MULTI_CONNECTOR = ("HiSparseConnector",)
 
 @dataclass(frozen=True, slots=True)
 class ChildClass:
-    """Child before it is built. `vllm_config` is the engine's, with the child's KVTransferConfig."""
+    """Child before it is built. `vllm_config` is the engine's configuration with the child's KVTransferConfig."""
 
     config: ChildConfig
     connector_class: Any
@@ -55,7 +55,7 @@ class Child:
 
     @property
     def has_bounded_lookups(self) -> bool:
-        """Whether the child declares that its lookups take bounded time, so that a request may wait for it."""
+        """Whether the child declares that its lookups take bounded time, so that a request may wait for them."""
         return bool(getattr(self.connector, "has_bounded_lookups", False))
 
 
@@ -114,7 +114,7 @@ def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, clas
     """Refuses children that support only one KV cache group if the model has, or may have, several.
 
     Raises:
-        ManagerError: names the children and both remedies.
+        ManagerError: there is such a child. The text names these children and both remedies.
     """
     is_on = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     num_groups = len(kv_cache_config.kv_cache_groups)
@@ -140,8 +140,8 @@ def build_children(
     admission: LoadAdmission,
     prefill_stops: PrefillStops | None,
 ) -> tuple[Child, ...]:
-    """Builds the children of one role. They share `admission` and `prefill_stops`. If one cannot start, the earlier
-    ones are shut down."""
+    """Builds the children of one role. They share `admission` and `prefill_stops`. If a child cannot start,
+    shuts down the children that were built before."""
     children: list[Child] = []
     try:
         for number, child in enumerate(classes):

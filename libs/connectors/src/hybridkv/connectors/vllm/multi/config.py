@@ -1,4 +1,7 @@
-"""Configuration of HybridMultiConnector. Unknown keys are errors; children decode their own. No vLLM."""
+"""Configuration of HybridMultiConnector. Unknown keys are errors. Children decode their own configuration.
+
+Does not import vLLM.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ class ChildConfig:
     """Entry of `connectors`.
 
     Args:
-        name: class name, followed by the position if several children have this class. The label in metrics.
-        connector: registered name, or a class in its `kv_connector_module_path`.
+        name: label in metrics: class name, followed by the position if several children have this class.
+        connector: registered name, or name of a class in the module `kv_connector_module_path`.
         weight: weight of a token that the child can load.
-        transfer: keywords of its KVTransferConfig: a copy of the entry, without `load_weight`.
+        transfer: keywords of the child's KVTransferConfig: inherited keys and the entry, without `load_weight`.
     """
 
     name: str
@@ -41,7 +44,7 @@ class ChildConfig:
 
 @dataclass(frozen=True, slots=True)
 class MultiConfig:
-    """Children in the order of the configuration, and how long a request waits for their lookups."""
+    """Children in the order of the configuration, and the timeout of a wait for their lookups."""
 
     children: tuple[ChildConfig, ...]
     lookup_timeout_s: float

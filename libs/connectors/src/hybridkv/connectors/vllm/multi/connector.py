@@ -1,7 +1,7 @@
 """HybridMultiConnector: implements vLLM's connector interface with several children.
 
-This module and `worker_side.py` forward each method to the children and combine their results. They decide nothing:
-`selection.py` decides which child loads.
+This module and `worker_side.py` forward each method to the children and combine their results. They choose no child:
+`selection.py` applies the planner's choice.
 """
 
 from __future__ import annotations
@@ -287,13 +287,13 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether every child supports it."""
+        """Whether every child supports sleep mode."""
         children = resolve_without_engine(kv_transfer_config.kv_connector_extra_config)
         return all(compat.supports_sleep_mode(connector_class, transfer) for connector_class, transfer in children)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
-        """Whether a child needs it. Also checks the configuration, as `ConnectorBase` does."""
+        """Whether a child requires piecewise CUDA graphs. Also checks the configuration, as `ConnectorBase` does."""
         require_valid(cls.__name__, extra_config, compat.transfer_keys())
         answers = []
         for i, (connector_class, transfer) in enumerate(resolve_without_engine(extra_config)):

@@ -1,4 +1,4 @@
-"""Running loads of children. Tracks them and updates the load admission. It chooses no child and counts no metrics.
+"""Running loads of children: tracks them and updates the load admission. Chooses no child and counts no metrics.
 
 An asynchronous load ends when the workers report its request. A synchronous load ends with its step.
 """
@@ -24,11 +24,11 @@ class ChildLoad:
         child: position of the child.
         request_tokens: tokens of the whole request.
         num_tokens: tokens to load.
-        num_bytes: size of these tokens in the engine's memory.
-        begun_at_s: time at which the engine allocated its blocks.
+        num_bytes: bytes of these tokens in the engine's blocks, over all ranks.
+        started_s: time at which the engine allocated the blocks, in seconds of the clock.
         blocks: blocks of the request, to find loads with invalid blocks.
         step: step of a synchronous load; None for an asynchronous load.
-        has_failed: some of its blocks could not be loaded.
+        has_failed: a block of the load could not be loaded.
     """
 
     child: int
@@ -59,7 +59,7 @@ class ChildLoads:
         self._within_steps: list[str] = []
 
     def begin(self, request_id: str, load: ChildLoad) -> None:
-        """Adds a load of a request with allocated blocks. The request keeps them until it is scheduled."""
+        """Adds a load of a request with allocated blocks. The request keeps the blocks until it is scheduled."""
         self._loads[request_id] = load
         self._begun.add(request_id)
         self._admission.take(request_id, load.request_tokens)
@@ -87,7 +87,7 @@ class ChildLoads:
         self._admission.give_back(request_id)
 
     def ended_within(self, step: int, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
-        """Takes the synchronous loads of this step and of earlier steps."""
+        """Removes and returns the synchronous loads of this step and of earlier steps."""
         ended: list[tuple[str, ChildLoad]] = []
         open_still = []
         for request_id in self._within_steps:
@@ -101,7 +101,7 @@ class ChildLoads:
         return ended
 
     def reported(self, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
-        """Takes the asynchronous loads that the workers report."""
+        """Removes and returns the asynchronous loads that the workers report as ended."""
         if output.invalid_block_ids:
             # Workers report invalid blocks before or with the end of the load.
             for load in self._loads.values():

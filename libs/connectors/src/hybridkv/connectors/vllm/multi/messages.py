@@ -42,7 +42,7 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
     sync_load_seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMetadata:
-        """Merges two ranks. Of the seconds it takes the maximum, because all ranks wait for the slowest."""
+        """Merges two ranks. Takes the maximum of the seconds, because all ranks wait for the slowest."""
         if not isinstance(other, MultiWorkerMetadata) or len(other.children) != len(self.children):
             raise TypeError(f"expected MultiWorkerMetadata of {len(self.children)} children, got {other!r}")
         children = []

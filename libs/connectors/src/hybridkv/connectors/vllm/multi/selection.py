@@ -1,9 +1,9 @@
 """Scheduler half of HybridMultiConnector: looks up each child, applies the planner's choice, and counts the results.
 
-It decides nothing: `hybridkv.planner.choose` chooses the child, and the gate of `hybridkv.planner.admission`, the same
-as for a single connector, decides when there is room for the load. A lookup that raises counts as an error and a miss,
-with one warning per child. There is no lookup at a child that only stores, nor at one that failed to load the request
-before; these count nothing.
+It decides nothing: `hybridkv.planner.choose` chooses the child. The gates of `hybridkv.planner.admission` decide when
+there is room for the load, as for a single connector. A lookup that raises counts as an error, with one warning per
+child, and gives no hit. Children that only store, and children that failed to load the request before, are not looked
+up and not counted.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MIN_PREFILL_TOKENS: Final = 32
-"""Least prefill tokens of a step that is a sample. In smaller steps the overhead dominates."""
+"""Minimum prefill tokens of a step that counts as a sample. In smaller steps the overhead dominates."""
 MAX_OPEN_STEPS: Final = 64
-"""Most steps without a reported end. Older ones are dropped."""
+"""Maximum number of steps without a reported end. Older ones are dropped."""
 
 
 class RateEstimator:
-    """Estimates of seconds per token, of each child's loads and of prefill.
+    """Estimates seconds per token, for the loads of each child and for prefill.
 
     Args:
         num_children: number of children.
@@ -73,7 +73,7 @@ class RateEstimator:
         self._loads = [UNKNOWN_RATE] * num_children
         self._prefill = UNKNOWN_RATE
         self._open_steps: dict[int, tuple[float, int]] = {}
-        """By step: the time of its plan, and its tokens, or 0 if it is not a sample."""
+        """Time of the plan, and number of tokens, by step. 0 tokens if the step is not a sample."""
         self._ended_at_s = 0.0
 
     def rates(self) -> Rates:
@@ -87,7 +87,8 @@ class RateEstimator:
         self._loads[child] = observe(self._loads[child], num_tokens, seconds, self._clock())
 
     def step_planned(self, step: int, scheduler_output: SchedulerOutput, has_sync_loads: bool) -> None:
-        """Handles the plan of a step. A step with few prefill tokens or with synchronous loads is not a sample."""
+        """Handles the plan of a step. The step is a sample if it has no synchronous loads, and if prefill tokens are at
+        least half of its tokens, and at least `MIN_PREFILL_TOKENS`."""
         total = scheduler_output.total_num_scheduled_tokens
         prefill = _prefill_tokens(scheduler_output)
         is_sample = not has_sync_loads and prefill >= MIN_PREFILL_TOKENS and 2 * prefill >= total
@@ -96,7 +97,7 @@ class RateEstimator:
             del self._open_steps[next(iter(self._open_steps))]
 
     def step_ended(self, step: int) -> None:
-        """Handles the end of a step on all ranks. Later steps may have been planned before."""
+        """Handles the end of a step on all ranks. Later steps may be planned already."""
         now_s = self._clock()
         planned = self._open_steps.pop(step, None)
         if planned is not None and planned[1]:
@@ -170,8 +171,8 @@ def shared_prefill_stops(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 logger = logging.getLogger("vllm.hybridkv.multi")
 
 _BOUNDS: Final = RoomBounds(polls=None, seconds=MAX_GATE_S, loads_end=False)
-"""How long a request waits for room beside other loads before the engine computes it. `loads_end` is False: the end of
-a child's load depends on the child, so it is not certain."""
+"""Limits of the wait for room beside other loads; then the engine computes the request. `loads_end` is False, because
+only the child can guarantee that a load ends."""
 
 
 @dataclass(slots=True)
@@ -193,7 +194,7 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """Step data for the workers: its number, whether to report its end, and children with synchronous loads."""
+    """Step data for the workers: step number, whether to report the end, and children with synchronous loads."""
 
     step: int
     is_measured: bool
@@ -201,11 +202,11 @@ class StepMarks:
 
 
 class Selector:
-    """Chooses a child for each request.
+    """Scheduler half: gets the planner's choice of a child for each request.
 
     Args:
         children: children in the order of the configuration.
-        lookup_timeout_s: how long a request waits for pending lookups while no child has a hit.
+        lookup_timeout_s: maximum wait for pending lookups while no child has a hit, in seconds.
         sizes: block sizes of the model.
         admission: admission of concurrent loads.
         clock: monotonic seconds.
@@ -240,7 +241,7 @@ class Selector:
         self._step = 0
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Takes the pool in which loads must fit."""
+        """Sets the engine's block pool, in which loads must fit."""
         self._pool = pool
 
     # Lookups, before the engine admits a request.
@@ -318,7 +319,7 @@ class Selector:
         return Unusable.BARRED if position in candidate.failed_children else None
 
     def _may_wait(self, candidate: _Candidate) -> bool:
-        """Whether the request may wait on. The time starts at its first deferred lookup."""
+        """Whether the request may still wait. The time starts at its first deferred lookup."""
         waited_s = 0.0 if candidate.waiting_since_s is None else self._clock() - candidate.waiting_since_s
         return waited_s < self._timeout_s
 
@@ -449,7 +450,7 @@ class Selector:
             self._load_ended(request_id, load, sync_load_seconds.get(load.child, 0.0))
 
     def loads_reported(self, output: KVConnectorOutput) -> dict[str, int]:
-        """Handles the workers' reports of ended loads. Returns the child by request."""
+        """Handles the workers' reports of ended loads. Returns the position of the child, by request."""
         ended = {}
         for request_id, load in self._loads.reported(output):
             ended[request_id] = load.child
@@ -475,7 +476,7 @@ class Selector:
         return self._stats.child(self._children[position].name)
 
     def take_stats(self) -> SelectionStats | None:
-        """Takes the counts since the last call; None if there are none."""
+        """Returns and resets the counts; None if there are none."""
         if self._loads.pending != self._reported_pending:
             self._reported_pending = list(self._loads.pending)
             for position, pending in enumerate(self._loads.pending):

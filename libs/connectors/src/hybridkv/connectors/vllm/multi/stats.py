@@ -23,7 +23,7 @@ _CHILDREN = "children"
 
 
 class MultiStats(KVConnectorStats):
-    """Selection counts and children's statistics. `to_dict` makes plain values of the objects, `build` reverses it.
+    """Selection counts and children's statistics. `to_dict` returns plain values, `build` rebuilds the objects.
 
     `data` is {"selection": SelectionStats, "children": {name: (class of the connector, its KVConnectorStats)}}.
     """
@@ -47,7 +47,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def build(cls, data: dict[str, Any] | None) -> MultiStats:
-        """Rebuilds the result of `to_dict`; None gives empty statistics. Omits children that cannot rebuild theirs."""
+        """Rebuilds statistics from `to_dict`; empty for None. Omits a child if its class cannot rebuild them."""
         if data is None:
             return cls()
         children = {}
@@ -116,8 +116,8 @@ def _class_of(name: str) -> Any:
 class MultiPromMetrics(KVConnectorPromMetrics):
     """Prometheus metrics of the selection, and of the children with one more label: `connector`, the child's name.
 
-    Children of one class share one metrics object. Its engine indexes stand for pairs of an engine and a child, so that
-    a gauge of one child does not overwrite another child's.
+    Children of one class share one metrics object. Each engine index in it identifies a pair of an engine and a child,
+    so that children do not overwrite each other's gauges.
     """
 
     def __init__(

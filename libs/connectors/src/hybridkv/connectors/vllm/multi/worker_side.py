@@ -53,13 +53,13 @@ class SyncLoadTimer:
         self._seconds[child] = self._seconds.get(child, 0.0) + self._clock() - started_s
 
     def take(self) -> dict[int, float]:
-        """Takes the seconds since the last call, by child."""
+        """Returns and resets the seconds, by child."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 class SchedulerSaves:
-    """Saves of ended requests, in the scheduler: which children still read their blocks."""
+    """Ended requests with blocks that children still read, in the scheduler's process."""
 
     def __init__(self) -> None:
         self._tails: dict[str, set[int]] = {}
@@ -77,13 +77,13 @@ class SchedulerSaves:
         return bool(reading)
 
     def take(self) -> dict[str, frozenset[int]]:
-        """Takes the requests that ended since the last call, for the workers."""
+        """Returns, for the workers, the requests that ended since the last call, with the children that read them."""
         ended, self._ended = self._ended, {}
         return ended
 
 
 class WorkerSaves:
-    """Saves of ended requests, on one rank."""
+    """Ended requests with blocks that children still read, on one rank."""
 
     def __init__(self) -> None:
         self._reading: dict[str, set[int]] = {}
@@ -94,7 +94,7 @@ class WorkerSaves:
             self._reading.setdefault(request_id, set()).update(children)
 
     def end(self, child: int, request_ids: Iterable[str]) -> set[str]:
-        """Handles the end of a child's saves. Returns requests that no child reads any more. Ignores unknown saves."""
+        """Handles requests that a child no longer reads. Returns those that no child reads. Ignores unknown ids."""
         done = set()
         for request_id in request_ids:
             reading = self._reading.get(request_id)

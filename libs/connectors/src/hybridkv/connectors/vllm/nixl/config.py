@@ -25,7 +25,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Args:
         host: address to listen on; the loopback by default.
         port: port of rank 0; rank n takes the n-th port after it. 0: any free port. Each request carries the ports.
-        advertise: address for consumers, if it differs from `host`.
+        advertise: address that consumers use, if it differs from `host`.
     """
 
     host: str = "127.0.0.1"
@@ -42,19 +42,21 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Configuration of HybridNixlConnector.
 
     Args:
-        secret_file: file with the secret that both sides share. Without it the connector listens on the loopback only
-            and connects to the loopback only.
+        secret_file: file with the secret that both sides share. Without a secret, the connector listens on the loopback
+            only and connects to the loopback only.
         listen: address for consumers.
         allowed_hosts: names, addresses and networks of producers that a request may name. None: the loopback, and the
             addresses of `listen`.
-        verify: compare digests of both sides' pages after each read.
-        lease_seconds: how long a producer holds blocks for a silent consumer.
-        max_leases: most requests with held blocks at the same time. A producer does not hand over further requests.
-        connect_timeout_seconds: how long a peer has to answer.
-        load_timeout_seconds: how long a request waits for its load before the engine computes it instead.
-        without_prefix_caching: the operator switched prefix caching off on purpose, and this model resumes prefixes.
-        weights_digest: how to distinguish weights, as for HybridOffloadConnector.
-        identity_ignores: names of facts that, as the operator knows, do not change the KV cache.
+        verify: True to compare digests of both sides' pages after each read.
+        lease_seconds: time that a producer holds blocks without a renewal by the consumer.
+        max_leases: maximum leases at the same time, of running and of finished requests. Further requests are not
+            handed over.
+        connect_timeout_seconds: timeout of each step of a connection: the proof of the secret, then the descriptions.
+        load_timeout_seconds: maximum time of a load; a longer load fails.
+        without_prefix_caching: True if the operator switched prefix caching off on purpose, and this model resumes
+            prefixes.
+        weights_digest: method to identify the weights, as for HybridOffloadConnector.
+        identity_ignores: names of facts to ignore, because the operator knows that they do not change the KV cache.
     """
 
     secret_file: str | None = None
@@ -71,7 +73,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def hosts(self) -> AllowedHosts:
-        """Producers' hosts that a request may name. ValueError: an entry is not a host."""
+        """Producers' hosts that a request may name. Raises `ValueError` if an entry is not a host."""
         if self.allowed_hosts is None:
             return AllowedHosts(default_hosts(self.listen.host, self.listen.advertise))
         return AllowedHosts(self.allowed_hosts)

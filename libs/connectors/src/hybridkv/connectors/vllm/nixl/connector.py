@@ -1,7 +1,7 @@
 """HybridNixlConnector: implements vLLM's connector interface and forwards each call to the half of this process.
 
-It decides nothing: `scheduler.py` decides about hand-overs and reads, and `worker.py` moves bytes. Methods that vLLM
-calls and that are not here keep the base class's default.
+The connector decides nothing: `scheduler.py` decides about hand-overs and reads, and `worker.py` moves bytes. Methods
+of the interface that are not here keep the base class's default.
 
 `supports_divergent_local_hybrid_hits` stays False. If it were True, the engine would report the attention groups'
 longer hit and expect the recurrent groups' state from the peer. The gain is small: the state is at the end of the
@@ -117,12 +117,12 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        # A second check: this process may have switched something off since the connector was built.
+        # Check again: this process may have switched a feature off after the connector was created.
         self._require_resumable()
         self._require_worker().register(self._vllm_config, self._kv_cache_config, kv_caches, os.environ)
 
     def unregister_kv_caches(self) -> None:
-        """Raises RuntimeError: peers read this memory, and NIXL has it registered."""
+        """Raises RuntimeError: peers read this memory, and NIXL keeps the memory registered."""
         raise RuntimeError("HybridNixlConnector: the KV cache cannot be unmapped, because peers read it")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -176,14 +176,14 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         return self._require_scheduler().finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        # A request that was never admitted leaves a message for its producer, and only a step sends it.
+        # For a request that was never admitted, the plan has a message to the producer. Only a step sends the plan.
         return self._require_scheduler().has_plan()
 
     # In the API process.
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """False: peers read the KV cache, and NIXL has it registered for as long as the engine lives."""
+        """False: peers read the KV cache, and NIXL keeps the memory registered until the engine ends."""
         return False
 
     # Both sides.

@@ -1,7 +1,7 @@
 """Consumer in the scheduler: decides which requests load a producer's blocks, and into which blocks.
 
-A request loads from its producer at most once. There is no second try, because the producer may have freed its blocks
-after the first, and the engine looks up the request again after every failure and preemption.
+A request loads from its producer at most once. The engine looks up the request again after every failure and
+preemption, but there is no second load, because the producer may have freed its blocks after the first load.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Consumer:
         withheld_tokens: tokens at the end of a prompt that this engine always computes.
         hosts: hosts of producers that a request may name.
         room: admission of concurrent loads.
-        metrics: metrics.
+        metrics: counters of this half.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Consumer:
         self._loads: dict[str, _RemoteLoad] = {}
 
     def begin(self, request: Request, plan: NixlStepPlan) -> None:
-        """Takes a new request. If a producer holds its prompt, the workers start to renew its lease."""
+        """Handles a new request. If a producer holds its prompt, the workers start to renew the producer's lease."""
         if not is_remote_prefill(request.kv_transfer_params):
             return
         try:
@@ -113,9 +113,10 @@ class Consumer:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens after `computed_tokens` that the producer's blocks hold. None: look up again in the next step.
 
-        The engine first schedules requests that hold blocks for a load, in order, and stops at the first that does not
-        fit. A request with a failed load is still among them but holds no blocks. If it did not fit beside later
-        requests with ended loads, no request could go on. One deferred lookup moves it to the other waiting requests.
+        The engine first schedules the requests that waited for a load, in order, and stops at the first request that
+        does not fit. These requests hold blocks, except a request with a failed load. If that request does not fit
+        beside later requests, which hold blocks after their loads, no request can continue. So one lookup of the failed
+        request is deferred: this moves it to the other waiting requests.
         """
         read = self._load_of(request)
         if read is not None and read.skip_once:
@@ -173,7 +174,7 @@ class Consumer:
                 self._room.fail(name, read.request.num_tokens)
 
     def finish(self, request: Request, plan: NixlStepPlan) -> None:
-        """Handles the end of the request. Cancels a running load; it ends before the engine frees its blocks."""
+        """Handles the end of the request. Cancels a running load; the engine frees the blocks after the load ends."""
         read = self._load_of(request)
         if read is None:
             return
@@ -186,7 +187,7 @@ class Consumer:
         del self._loads[request.request_id]
 
     def on_scheduled(self, request_ids: Iterable[str]) -> None:
-        """Handles requests that run in this step: they have their blocks, so they need no room any more."""
+        """Handles requests that run in this step. These requests have their blocks, so they no longer need room."""
         self._room.give_back(request_ids)
 
     def _end(self, read: _RemoteLoad, plan: NixlStepPlan) -> None:
@@ -199,7 +200,7 @@ class Consumer:
 
 
 def _outcome(request: Request, has_failed: bool) -> str:
-    """Label of a load in the metrics. A load of an aborted request counts as cancelled, not as failed."""
+    """Metrics label of an ended load. A failed load of an aborted request counts as cancelled, not as failed."""
     from vllm.v1.request import RequestStatus
 
     if not has_failed:

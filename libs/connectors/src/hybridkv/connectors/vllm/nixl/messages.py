@@ -1,4 +1,4 @@
-"""Messages between the connector's halves: plans from scheduler to workers, outcomes back. Plain values."""
+"""Messages between the connector's halves: plans from scheduler to workers, and outcomes back. All are plain values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OfferedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         request_id: id of the request.
-        tables: its blocks. The producer digests no other blocks for its consumers.
+        tables: blocks of the request. The producer digests no other blocks for the request's consumers.
     """
 
     request_id: str
@@ -51,8 +51,8 @@ class PromptLoad(msgspec.Struct, frozen=True, array_like=True):
     Args:
         request_id: id of the request at this engine.
         prompt: prompt that the producer holds.
-        num_tokens: tokens that the request has after the load; at most the producer's.
-        computed_tokens: of these, tokens that this engine has already; a multiple of every block size.
+        num_tokens: tokens that the request has after the load; at most `prompt.num_tokens`.
+        computed_tokens: tokens of these that this engine already has; a multiple of every block size.
         block_ids: for each group, this engine's whole block table; 0 for no block.
         refused: reason to fail the load without a read.
     """
@@ -74,10 +74,10 @@ class WaitingRequest(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class NixlStepPlan(KVConnectorMetadata):
-    """Message from scheduler to workers, once a step. Workers apply the fields in their order."""
+    """Message from scheduler to workers, once per step. Workers apply the fields in order."""
 
     dropped: list[str] = field(default_factory=list)
-    """Producer: requests to end without a hand-over. No consumer has their lease."""
+    """Producer: requests to end without a hand-over. No consumer has the leases of these requests."""
     opened: list[OpenedLease] = field(default_factory=list)
     offered: list[OfferedRequest] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
@@ -85,7 +85,7 @@ class NixlStepPlan(KVConnectorMetadata):
     waiting: list[WaitingRequest] = field(default_factory=list)
     loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    """Consumer: requests that do not need their producer's blocks any more. Workers cancel their running loads."""
+    """Consumer: requests that no longer need their producer's blocks. Workers cancel their running loads."""
 
     @property
     def is_empty(self) -> bool:
@@ -95,11 +95,11 @@ class NixlStepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """Message from one rank to the scheduler, once, before the engine serves: its address for consumers.
+    """Message from one rank to the scheduler, once: the rank's address for consumers.
 
     Args:
         port: port at which the rank listens.
-        name: name of this process start, which the rank proves to consumers.
+        name: name of the start of the rank's process. Consumers compare this name when they connect.
     """
 
     port: int
@@ -119,7 +119,7 @@ class NixlStepOutcome(KVConnectorWorkerMetadata):
 
     load_failures: dict[str, tuple[NixlLoadFailure, ...]] = field(default_factory=dict)
     addresses: dict[int, WorkerAddress] = field(default_factory=dict)
-    """By rank, in its first outcome, if the engine does not deliver handshake metadata."""
+    """Address by rank, in the rank's first outcome. Only if the engine does not deliver handshake metadata."""
 
     @property
     def is_empty(self) -> bool:

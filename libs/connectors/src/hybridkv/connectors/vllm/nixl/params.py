@@ -1,8 +1,8 @@
 """`kv_transfer_params`: description of a finished prompt that a producer returns and a proxy carries to a consumer.
 
-The keys are those of vLLM's NixlConnector, so that its proxies work unchanged; keys that only hybridkv uses are under
-`hybridkv`. Unknown keys are ignored, because proxies add some. A known key with a wrong value is refused with a reason,
-and the consumer computes the prompt: a proxy may send any value.
+The keys are the same as in vLLM's NixlConnector, so that its proxies work unchanged. Keys that only hybridkv uses are
+under `hybridkv`. Unknown keys are ignored, because proxies add keys. A proxy may send any value: a known key with a
+wrong value is refused with a reason, and the consumer computes the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridkv.peers.leases import MAX_NONCE, NO_NONCE, Lease
 VERSION = 1
 OURS = "hybridkv"
 MAX_RANKS = 64
-"""Ranks of a producer. A request makes an engine connect to each of them."""
+"""Maximum ranks of a producer. A request makes an engine connect to each rank."""
 MAX_GROUPS = 256
 MAX_BLOCKS = 1 << 22
 MAX_NAME = 512
@@ -28,7 +28,7 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         port: port on the producer's host.
-        name: name of this process start. A consumer refuses any other name at this port.
+        name: name of the start of the rank's process. A consumer refuses any other name at this port.
     """
 
     port: int
@@ -48,7 +48,7 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
         first_blocks: for each group, the index in its block table at which `block_ids` begins.
         block_tokens: for each group, the producer's block size in tokens.
         lease: lease on the blocks.
-        lease_seconds: how long the lease lasts without a renewal.
+        lease_seconds: duration of the lease without a renewal.
         prefix_tokens: number of tokens that `prefix` digests, from the beginning of the prompt.
         prefix: digest of these tokens.
     """
@@ -81,12 +81,12 @@ class ParamsError(ValueError):
 
 
 def is_remote_decode(params: Any) -> bool:
-    """Whether a consumer will load the blocks of this request."""
+    """True if a consumer will load the blocks of this request."""
     return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
 def is_remote_prefill(params: Any) -> bool:
-    """Whether a request loads blocks that a producer has computed.
+    """True if a request loads blocks that a producer has computed.
 
     Never raises: a client can put any value here with `vllm_xargs`, and an exception would end the engine.
     """
@@ -94,7 +94,7 @@ def is_remote_prefill(params: Any) -> bool:
 
 
 def compose(prompt: RemotePrompt) -> dict[str, Any]:
-    """Builds the parameters that a producer returns. Plain values, because they pass through JSON."""
+    """Builds the parameters that a producer returns. All values are plain, because proxies send them as JSON."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -110,7 +110,7 @@ def compose(prompt: RemotePrompt) -> dict[str, Any]:
             "ranks": [[rank.port, rank.name] for rank in prompt.ranks],
             "first_blocks": list(prompt.first_blocks),
             "block_tokens": list(prompt.block_tokens),
-            # A proxy that reads numbers as JavaScript does loses bits of a 63-bit integer.
+            # The nonce is a text: a proxy that reads numbers as JavaScript does loses bits of a 63-bit integer.
             "lease": [prompt.lease.slot, f"{prompt.lease.nonce:x}"],
             "lease_seconds": prompt.lease_seconds,
             "prefix_tokens": prompt.prefix_tokens,

@@ -1,7 +1,8 @@
 """Producer in the scheduler: decides which finished requests to hand over.
 
 A request that may be handed over has a lease from its first step on, so that each rank writes the lease before the
-request can finish. The lease time starts when the request finishes. Ranks report its end in `finished_sending`.
+request can finish. The lease time starts when the request finishes. Ranks report the end of the lease in
+`finished_sending`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class ProducerTerms:
     Args:
         engine_id: id of this engine.
         host: address of this engine for consumers.
-        lease_seconds: how long a lease lasts without a renewal.
-        max_leases: most leases at the same time.
+        lease_seconds: duration of a lease without a renewal.
+        max_leases: maximum leases at the same time.
         withheld_tokens: tokens at the end of a prompt that the consumer computes.
         hash_block_tokens: tokens per block hash of the engine.
-        new_nonce: makes an unpredictable integer of 63 bits.
-        saves: peers read a copy in host memory, so workers copy blocks before the hand-over.
+        new_nonce: returns an unpredictable integer from 1 to `MAX_NONCE`.
+        saves: True if peers read a copy in host memory; then workers copy blocks before the hand-over.
     """
 
     engine_id: str
@@ -51,12 +52,12 @@ class ProducerTerms:
 
 
 class Producer:
-    """Leases of this engine, by request.
+    """Hand-overs of this engine's requests, and the leases of these requests.
 
     Args:
         groups: groups of the model.
         terms: settings.
-        metrics: metrics.
+        metrics: counters of this half.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], terms: ProducerTerms, metrics: NixlMetrics) -> None:
@@ -79,17 +80,17 @@ class Producer:
         return len(self._offered)
 
     def begin(self, request: Request) -> None:
-        """Takes a new request. Removes the tokens that its consumer computes from a prompt that may be handed over."""
+        """Handles a new request. If its prompt may be handed over, removes the tokens that the consumer computes."""
         withheld = self._terms.withheld_tokens
         if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
             return
-        # A request for prompt log-probabilities skips the cache at its consumer, which computes all of it.
+        # The consumer of a request for prompt log-probabilities uses no cache, so it computes the whole prompt.
         if request.num_prompt_tokens > withheld and not compat.skips_prefix_cache(request):
             self._shortened.add(request.request_id)
             _shorten(request, withheld, self._terms.hash_block_tokens)
 
     def on_allocated(self, request: Request, plan: NixlStepPlan) -> None:
-        """Handles the allocation of blocks: the first one issues the lease."""
+        """Handles the allocation of blocks. The first allocation of a request issues its lease."""
         name = request.request_id
         if not is_remote_decode(request.kv_transfer_params) or self._slots.of(name) is not None:
             return
@@ -107,8 +108,8 @@ class Producer:
         """Handles the end of the request.
 
         Returns:
-            Whether the engine holds its blocks until its id is in `finished_sending`, and the parameters for its
-            consumer.
+            True if the engine must hold the request's blocks until its id is in `finished_sending`; and the parameters
+            for the consumer, or None.
         """
         name = request.request_id
         self._shortened.discard(name)
@@ -160,8 +161,8 @@ def _has_ended_well(request: Request) -> bool:
 
 
 def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
-    """Removes tokens from the end of a prompt before it runs. The consumer ignores the token that is then sampled."""
-    # Not in place: in one process, the caller and other requests for the same prompt share this list.
+    """Removes tokens from the end of a prompt before it runs. The consumer ignores the token that is sampled then."""
+    # Do not change lists in place: in one process, the caller and other requests for the same prompt share them.
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         found = getattr(request, name, None)
         if found is not None:
@@ -169,5 +170,5 @@ def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
     del request._all_token_ids[-num_tokens:]
     request.num_prompt_tokens -= num_tokens
     request.max_tokens = 1
-    # Removes hashes that include the removed tokens.
+    # Remove hashes that include the removed tokens.
     del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]

@@ -1,7 +1,7 @@
 """Checks of a producer's prompt before a consumer may resume from its blocks. Pure functions.
 
-Only a proxy connects a request with a producer's prompt, and it may be wrong. So both sides digest the tokens, and a
-consumer uses a producer's blocks only for the tokens from which they were computed.
+Only a proxy connects a request with a producer's prompt, and the proxy may be wrong. So both sides digest the tokens,
+and a consumer uses a producer's blocks only for the tokens from which these blocks were computed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def prefix_digest(request: Request, num_tokens: int) -> str:
 def withheld_tokens(groups: Sequence[GroupSpec], lookahead_tokens: int) -> int:
     """Tokens at the end of a prompt that a producer leaves to its consumer.
 
-    A consumer computes at least the last token, for its logits. A recurrent state must be the one before that token: a
-    later state would count the token twice. The engine frees blocks of a sliding window or an attention chunk as soon
-    as the next token does not need them, and the last token might need them. So if any group keeps less than all
-    tokens, a producer stops one token early. If all groups keep all tokens, it does not.
+    A consumer computes at least the last token, for its logits. A recurrent state must be the state before that token:
+    a later state would count the token twice. The engine frees blocks of a sliding window or an attention chunk as soon
+    as the next token does not need these blocks, but the consumer's last token may need them. So if any group keeps
+    less than all tokens, a producer stops one token early. If all groups keep all tokens, this is not necessary.
 
     Args:
         groups: groups of the model.

@@ -1,6 +1,6 @@
 """Scheduler half of HybridNixlConnector: passes the engine's calls to `Consumer` and `Producer`.
 
-It moves no bytes, talks to no peer, and never waits: its decisions travel in the step's plan.
+The scheduler half moves no bytes, sends no message to a peer, and never waits. Its decisions go into the step's plan.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class NixlScheduler:
 
     Args:
         layout: groups of the model, and the number of ranks.
-        terms: terms of the producer.
-        kv_role: whether the engine produces, consumes, or both.
+        terms: settings of the producer.
+        kv_role: role of the engine: producer, consumer, or both.
         hosts: hosts of producers that a request may name.
         room: admission of concurrent loads.
-        metrics: metrics.
+        metrics: counters of this half.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class NixlScheduler:
         self._plan = NixlStepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
-        """Takes addresses of ranks. The producer hands nothing over before it has the addresses of all ranks."""
+        """Takes addresses of ranks. The producer hands over no request before the addresses of all ranks are known."""
         self._addresses |= addresses
         if self._producer is not None and len(self._addresses) >= self._num_ranks:
             ranks = [self._addresses[rank] for rank in sorted(self._addresses)]
@@ -72,19 +72,19 @@ class NixlScheduler:
             self._producer.wrong.bind(pool)
 
     def distrust(self, groups: SuspectGroups) -> None:
-        """Takes the groups in which the engine may leave corrupt blocks."""
+        """Sets the groups in which the engine may leave corrupt blocks."""
         if self._producer is not None:
             self._producer.wrong.suspects = groups
 
     def track(self, request: Request) -> None:
-        """Takes a new request."""
+        """Handles a new request."""
         if self._producer is not None:
             self._producer.begin(request)
         if self._consumer is not None:
             self._consumer.begin(request, self._plan)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens after `computed_tokens` that a producer holds; None: see `Consumer.matched_tokens`."""
+        """Tokens after `computed_tokens` that a producer holds. None: see `Consumer.matched_tokens`."""
         return self._consumer.matched_tokens(request, computed_tokens) if self._consumer is not None else 0
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -116,7 +116,7 @@ class NixlScheduler:
         return plan
 
     def has_plan(self) -> bool:
-        """Whether a plan waits for the workers, so that the engine must step."""
+        """True if the plan is not empty: then the engine must step to send the plan to the workers."""
         return not self._plan.is_empty
 
     def on_output(self, output: KVConnectorOutput) -> None:

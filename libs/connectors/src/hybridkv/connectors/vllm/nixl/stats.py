@@ -1,4 +1,4 @@
-"""Metrics of the NIXL connector. They reach /metrics as HybridOffloadConnector's do (`common.stats`)."""
+"""Metrics of the NIXL connector. /metrics shows them in the same way as HybridOffloadConnector's (`common.stats`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridkv.metrics import PEER_FAILURES, Counts
 
 
 class NixlMetrics:
-    """Counters of one half, under the catalogue's names. vLLM merges those of all halves.
+    """Counters of one half, under the catalogue's names. vLLM merges the counters of all halves.
 
     Thread-safe: the agent's thread counts, and the engine's thread takes the counts.
     """
@@ -24,17 +24,17 @@ class NixlMetrics:
             self._counts.add("vllm:hybridkv_peer_prompts_total", 1, outcome=outcome)
 
     def lease(self, outcome: str) -> None:
-        """Counts a lease: it ended as "done", "expired" or "dropped", or there was "no_room" for it."""
+        """Counts an ended lease as "done", "expired" or "dropped", and a refused lease as "no_room"."""
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_leases_total", 1, outcome=outcome)
 
     def misled(self, cause: str) -> None:
-        """Counts a request that resumed from a corrupt block, so that the producer does not hand it over."""
+        """Counts a request that resumed from a corrupt block; the producer does not hand over such a request."""
         with self._lock:
             self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
 
     def held(self, num_leases: int) -> None:
-        """Sets the number of requests with blocks that are held for consumers now."""
+        """Sets the current number of requests with blocks held for consumers."""
         with self._lock:
             self._counts.set("vllm:hybridkv_peer_leases_held", num_leases)
 
@@ -52,7 +52,7 @@ class NixlMetrics:
             self._counts.add("vllm:hybridkv_peer_read_failures_total", 1, reason=reason)
 
     def take(self) -> OffloadStats | None:
-        """Takes the counts since the last call; None if there are none."""
+        """Takes the counts since the last call; None if there are no counts."""
         with self._lock:
             taken = self._counts.take()
         return None if taken.is_empty() else OffloadStats(data=taken.to_dict())

@@ -1,6 +1,6 @@
 """Worker half of HybridNixlConnector: passes plans to the rank's agent thread and returns its results.
 
-It decides nothing. After start-up it never raises in the engine. It waits only for copies of a host buffer.
+The worker half decides nothing, never raises in the engine after start-up, and waits only for copies of a host buffer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WorkerSettings:
         engine_id: id of this engine.
         rank: tensor-parallel rank.
         tp_size: number of ranks of this engine.
-        kv_role: whether the engine produces, consumes, or both.
-        uses_host_buffer: peers read and write a copy of the KV cache in host memory.
+        kv_role: role of the engine: producer, consumer, or both.
+        uses_host_buffer: True if transfers use a copy of the KV cache in host memory.
     """
 
     config: NixlConfig
@@ -80,7 +80,7 @@ class NixlWorker:
     Args:
         settings: settings of the rank.
         layout: groups of the model.
-        metrics: metrics.
+        metrics: counters of this half.
 
     Raises:
         ConfigurationError: the secret file cannot be used.
@@ -189,7 +189,7 @@ class NixlWorker:
         return failures
 
     def close(self) -> None:
-        """Stops the agent. After that no peer reads this rank's memory."""
+        """Stops the agent, so that no peer reads this rank's memory. Logs if a transfer did not end in time."""
         if self._agent is not None and not self._agent.close():
             logger.warning("HybridNixlConnector: a transfer of a peer did not end in time")
         self._agent = None
@@ -206,7 +206,7 @@ def open_transport(name: str) -> Transport:
     Raises:
         ConfigurationError: NIXL is not installed.
     """
-    # Not at the top: the import loads libraries that a process without this connector does not need.
+    # Import here: the import loads libraries that a process without this connector does not need.
     from hybridkv.peers.transport.nixl import NixlTransport
 
     try:
@@ -216,9 +216,9 @@ def open_transport(name: str) -> Transport:
 
 
 def _bounds(config: NixlConfig) -> ReadBounds:
-    """Time limits of a read: each stage may take the whole load timeout, except the connection."""
+    """Time limits of a read. Reading and checking may each take the whole load timeout."""
     whole_s = config.load_timeout_seconds
-    # One timeout for the proof of the secret, one for the description.
+    # Twice: one timeout for the proof of the secret, one for the descriptions.
     return ReadBounds(2 * config.connect_timeout_seconds, whole_s, whole_s, whole_s=whole_s)
 
 
@@ -226,7 +226,7 @@ def require_host(config: NixlConfig) -> None:
     """Checks that NIXL is installed and that the secret can be read.
 
     Raises:
-        ConfigurationError: not so.
+        ConfigurationError: NIXL is not installed, or the secret cannot be read.
     """
     try:
         require_nixl()

@@ -1,7 +1,7 @@
-"""Builder of the scheduler's half, from checked settings and the facts about the content to an open store.
+"""Builder of the scheduler's half: checks the settings, then opens the tiers.
 
-Host memory lives as long as the engine, so no other process reads its keys, and it opens at once. A store that outlives
-the engine opens when the workers have reported the facts that they alone know.
+Host memory alone opens at once, because no stored byte outlives the engine, and no other process uses the keys. With
+secondary tiers, the tiers open after all workers have reported the facts that only they have.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class CheckedSettings(NamedTuple):
     """Checked settings of one engine.
 
     Args:
-        config: of the operator.
-        layout: of the engine's groups.
-        sizes: of host memory.
+        config: configuration of the connector.
+        layout: layout of the engine's groups.
+        sizes: sizes of host memory.
     """
 
     config: OffloadConfig
@@ -50,11 +50,11 @@ class CheckedSettings(NamedTuple):
 
 
 def check_settings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CheckedSettings:
-    """Checks the settings and the engine that both halves of the connector start with. Opens nothing.
+    """Checks the settings and the engine, in both halves of the connector. Opens nothing.
 
     Args:
-        vllm_config: final.
-        kv_cache_config: of either half.
+        vllm_config: final configuration of vLLM.
+        kv_cache_config: KV cache configuration, in either half.
 
     Raises:
         ConfigurationError: the configuration or the model is not supported.
@@ -76,8 +76,8 @@ class BuilderInputs:
         layout: layout of the engine's groups.
         sizes: sizes of host memory.
         admission: admission of loads.
-        metrics: metrics.
-        prefill_stops: prefill stops that all children share. None for a connector without siblings.
+        metrics: the connector's metrics.
+        prefill_stops: prefill stops that all children share; None without HybridMultiConnector.
     """
 
     vllm_config: VllmConfig
@@ -111,7 +111,7 @@ class OffloadBuilder:
 
     @property
     def needs_no_worker(self) -> bool:
-        """True if no stored byte outlives the engine."""
+        """True if the tiers can open without facts of the workers, because no stored byte outlives the engine."""
         return self._identification.needs_no_worker
 
     @property
@@ -123,7 +123,7 @@ class OffloadBuilder:
         """Opens the tiers and builds the scheduler's half.
 
         Args:
-            ranks: facts of each worker.
+            ranks: facts of each worker, by rank.
 
         Raises:
             ConfigurationError: a tier cannot be opened, or `identity_ignores` has an unknown name.

@@ -2,7 +2,7 @@
 
 `hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `prefill_stops.py` makes the engine stop.
 The engine hands the states over, as it does at the end of a prompt. States of answers that the engine does not hand
-over are read from the block tables. In host memory, the newest state of an answer replaces the earlier state. Secondary
+over are found in the block tables. In host memory, the newest state of an answer replaces the earlier state. Secondary
 tiers get only the last state of an answer, after the request has ended.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096
-"""Limit for remembered states of answers; the oldest is dropped. They show how many of such states are reused."""
+"""Maximum number of remembered states of answers; the oldest is dropped. They show which share is reused."""
 
 
 class AnswerStates:
@@ -66,7 +66,7 @@ class AnswerStates:
         """States of answers, stored or not, that no request has reused yet."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
-        """States of an answer at the boundary where this step or the one before it ends. Called in each step.
+        """States of an answer at the boundary where this step or the previous step ends. Called in each step.
 
         Args:
             tracked: the request. It has keys.
@@ -95,8 +95,8 @@ class AnswerStates:
         return states
 
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Counts remembered states that a request reuses: those in its prompt at or after `num_tokens`, where its
-        computation begins. States that were evicted or not stored count too."""
+        """Counts remembered states that a request reuses, or could reuse if they were stored: states in its prompt at
+        or after `num_tokens`, where its computation begins."""
         if tracked.checkpoint_state.was_admitted or not len(self._awaited):  # the states may be its own
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
@@ -104,8 +104,8 @@ class AnswerStates:
         self._awaited.record_resumed(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
     def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        """Whether to store a state of an answer: if there is free room, or if it is worth more than the chunks that it
-        displaces. The worth follows from the share of earlier such states that requests have reused."""
+        """Whether to store a state of an answer: there is free room, or the state is worth more than the chunks that it
+        displaces. Its worth follows from the share of earlier states of answers that requests have reused."""
         checkpoint_state = tracked.checkpoint_state
         if num_tokens > checkpoint_state.awaited_tokens:
             checkpoint_state.awaited_tokens = num_tokens
@@ -115,7 +115,7 @@ class AnswerStates:
         return market.has_room(self._costs) or not self._awaited.is_unproven(gained_tokens, market, self._costs)
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
-        """Called after a store of these states was planned; a tier may have refused some. Withdraws older states."""
+        """Called after a store of these states was planned. If no state was refused, withdraws the earlier ones."""
         before, newest = tracked.checkpoint_state.newest_tokens, max(state.num_tokens for state in states)
         if newest <= before or not self._is_stored(tracked, newest):
             return
@@ -142,11 +142,11 @@ class AnswerStates:
 
 
 MAX_SEEN = 1 << 16
-"""Limit for remembered prefixes, which show where later requests diverge."""
+"""Maximum number of remembered prefixes, which show where later requests diverge."""
 EXTRA_SHARE = 0.02
 """Limit for the cost of stops, as a share of the prefill."""
 STEP_S = 0.005
-"""Cost of one more step of an engine, without the tokens that it computes."""
+"""Cost of one more step of an engine in seconds, without the tokens that it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Checkpoints:
             self._prefill_stops.begin(request)
 
     def plan_stops(self, tracked: TrackedRequest, offered_tokens: int, loss: Loss | None) -> None:
-        """Plans the stops of the tokens that remain to be computed.
+        """Plans the stops within the tokens that remain to be computed.
 
         Args:
             tracked: the request. It has keys.
@@ -279,7 +279,7 @@ class Checkpoints:
         return tuple(keys.key(group, end) for end in range(step, last * step + 1, step))
 
     def _junction(self, tracked: TrackedRequest, loss: Loss | None) -> int:
-        """The deepest boundary that the FULL groups hold, if no state is stored there; else 0."""
+        """The last boundary that the FULL groups hold, if no state is stored there; else 0."""
         if loss is None or tracked.checkpoint_state.was_admitted:
             # The stored prefix ends where the request was preempted, or where chunks were withdrawn after a failed
             # load. No request diverges there. The junction of its first admission is remembered.
@@ -296,7 +296,7 @@ class Checkpoints:
         return Market(self._largest.capacity_bytes * num_ranks, self._largest.used_bytes * num_ranks, self._experience)
 
     def on_admitted(self, tracked: TrackedRequest, num_external_tokens: int) -> None:
-        """Called when the engine has allocated the request's blocks: its plan is final."""
+        """Called when the engine has allocated the request's blocks: its stops are final."""
         checkpoint_state = tracked.checkpoint_state
         if self._answers is not None:
             self._answers.on_resumed(tracked, tracked.computed_tokens + num_external_tokens)
@@ -322,7 +322,7 @@ class Checkpoints:
         return states
 
     def _is_loaded(self, tracked: TrackedRequest, state: State) -> bool:
-        """Whether the request was loaded up to this state, and the primary tier, as the only tier, still has the state.
+        """Whether the request was loaded up to this state, and host memory is the only tier and still has the state.
 
         Such a state is not stored again. A store would touch it, so that the prompt's own, deeper state would be
         evicted first.
@@ -333,8 +333,8 @@ class Checkpoints:
         return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
-        """Next boundary. Until a request with `computed_tokens` reaches it, `states` finds no state of an answer. 0 if
-        the next step may find such a state. States that the engine hands over are not considered."""
+        """Next boundary after `computed_tokens`: until then, `states` finds no state of an answer. 0 if
+        the next step may find one; `sys.maxsize` if such states are not stored. Ignores handed-over states."""
         if self._answers is None:
             return sys.maxsize
         step = self._step_tokens

@@ -2,9 +2,9 @@
 
 `scheduler.py` plans loads and stores with hybridkv.planner; `worker.py` moves bytes.
 
-If both sides are in one process, this module flushes stores and moves at shutdown. With several processes, vLLM ends
-its workers before its scheduler, and neither side can reach the other. There the scheduler keeps the engine stepping
-(`has_work_in_flight`), and vLLM's own shutdown waits for that.
+If both halves are in one process, this module flushes stores and moves at shutdown. In several processes, neither half
+can reach the other, and vLLM ends its workers before its scheduler. There the scheduler's half keeps the engine
+stepping while work is in flight (`has_work_in_flight`), and vLLM's own shutdown waits for that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 FLUSH_POLL_S = 0.0005
-"""Pause between steps of the flush that have no outcome yet."""
+"""Pause after a step of the flush without an outcome."""
 CLOSE_RESERVE_S = 2.0
 """Part of `DRAIN_S` that is reserved for moves in flight at the end of the flush."""
 
@@ -147,8 +147,8 @@ def flush_and_close(
     """Flushes, then closes the worker, within `DRAIN_S`. The worker is closed even if the flush raises.
 
     Args:
-        scheduler: scheduler side of the engine; None if it is in another process.
-        worker: worker side.
+        scheduler: scheduler's half; None if it is in another process: then nothing is flushed.
+        worker: worker's half.
         clock: time in seconds.
     """
     if scheduler is None:
@@ -164,7 +164,7 @@ def flush_and_close(
 def flush(
     scheduler: OffloadScheduler, worker: OffloadWorker, timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> float:
-    """Runs steps without requests until no store or move is in flight or waits, or until the timeout.
+    """Runs steps without requests until no store or move is in flight or waiting, or until the timeout.
 
     At least one step runs, since moves that waited in an idle engine may be able to start.
 

@@ -2,7 +2,7 @@
 
 A client sends them under the key `hybridkv_hints` in `kv_transfer_params`, or as an action of that type in the engine's
 `kv_hints`. Other keys there are ignored. Invalid hints are counted, logged at most once a minute, and ignored as a
-whole; they never fail a request.
+whole. They do not fail a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MAX_KEEP_SECONDS: Final = 7 * 24 * 3600
 MAX_HINTED_PEERS: Final = 8
-"""Limit of peers that one request names."""
+"""Maximum number of peers in the hints of one request."""
 WARNING_EVERY_S: Final = 60.0
 """Shortest time between two warnings about invalid hints."""
 _CHOICES = {
@@ -57,7 +57,7 @@ class HintReader:
 
     Args:
         metrics: counts hints.
-        clock: seconds.
+        clock: time in seconds.
     """
 
     def __init__(self, metrics: ConnectorMetrics, clock: Callable[[], float]) -> None:
@@ -65,7 +65,7 @@ class HintReader:
         self._clock = clock
         self._quiet_until_s = float("-inf")
         self.allows_peer: Callable[[tuple[str, int]], bool] = lambda address: False
-        """Whether a hint may name a peer."""
+        """Returns True for the host and port of a peer that hints may name."""
         self._has_warned_of_peer = False
 
     def read(self, request: Any) -> Hints:
@@ -94,7 +94,7 @@ class HintReader:
         return hints
 
     def _without_refused_peers(self, request: Any, hints: Hints) -> Hints:
-        """The hints without peers that the operator does not allow. The others still hold."""
+        """The hints without the peers that the operator does not allow."""
         allowed = tuple(filter(self.allows_peer, hints.peers))
         if len(allowed) == len(hints.peers):
             return hints
@@ -155,7 +155,7 @@ def _address(path: str, text: str) -> tuple[str, int]:
 
 
 def _merge(all_said: list[Hints]) -> Hints:
-    """Union of several objects of hints."""
+    """Merges several objects of hints. `store` and `load` are True only if all are True."""
     return Hints(
         store=all(hints.store for hints in all_said),
         load=all(hints.load for hints in all_said),

@@ -1,7 +1,7 @@
-"""Prefixes with the hint `prefetch`: they are loaded into host memory as soon as the request arrives.
+"""Prefixes with the hint `prefetch`: promoted to host memory as soon as the request arrives.
 
-A prefetch goes on if its request is aborted. `planner.hints` decides which chunks to load, and the stack loads them.
-This module first waits for async lookups, and for the identity of a request's adapter.
+A prefetch continues if its request is aborted. `planner.hints` decides which chunks to promote, and the stack promotes
+them. A prefetch first waits for async lookups, and for the identity of the request's adapter.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_WAITING: Final = 256
-"""Limit for waiting prefetches. One more is refused and counted."""
+"""Maximum number of waiting prefetches. Further ones are refused and counted."""
 MAX_TRIED: Final = 8
-"""Limit for waiting prefetches that one step tries."""
+"""Maximum number of waiting prefetches that one step tries."""
 AWAKE_S: Final = 1.0
 """Longest time for which an engine without requests keeps stepping for an adapter that is not identified."""
 
@@ -46,8 +46,8 @@ class Prefetcher:
         requests: gives the keys of a request.
         stack: the tiers.
         start_lookup: sends async lookups for the given number of tokens of a request.
-        clock: seconds.
-        metrics: counts what happens.
+        clock: time in seconds.
+        metrics: counts the results.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Prefetcher:
         return True
 
     def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
-        """Sends async lookups, once. Whether their answers may still make the prefix longer."""
+        """Whether answers of async lookups may still make the prefix longer. The first call sends the lookups."""
         if waiting.lookup_deadline_s is None:
             waiting.lookup_deadline_s = now_s + self._stack.lookup_wait_s
             if waiting.lookup_deadline_s > now_s:
@@ -133,7 +133,7 @@ class Prefetcher:
         return any(each.lookup_deadline_s is not None or now_s < each.since_s + AWAKE_S for each in self._waiting)
 
     def end(self) -> None:
-        """Ends all prefetches."""
+        """Ends all prefetches. Counts waiting ones as lost."""
         for _ in self._waiting:
             self._metrics.prefetch(PrefetchResult.LOST)
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Estimated hits of host memory of other sizes, as gauges and as a line of the log."""
+"""Estimated hits with host memory of other sizes, as gauges and as a log line."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 """Sizes of host memory, as multiples of the configured one."""
 MOST: Final = 0.95
-"""Share of all reused tokens for which the needed memory is given."""
+"""Share of the reused tokens for which the needed size of host memory is reported."""
 RECORD_S: Final = 1.0
 """Shortest time between two updates of the gauges."""
 LOG_S: Final = 3600.0
-"""Time between two lines of the log. Counts are halved after each line."""
+"""Shortest time between two log lines. Counts are halved after each line."""
 
 
 class ReuseMeter:
-    """Feeds the estimator with the requests of one engine.
+    """Passes the requests of one engine to the estimator, and reports the estimate.
 
-    It counts whole chunks of the prompt. States at boundaries inside a chunk do not count. An error switches it off and
-    never reaches the engine.
+    Counts whole chunks of the prompt. States at boundaries inside a chunk do not count. An error switches the meter off
+    and does not reach the engine.
 
     Args:
         layout: the model's groups.
         stack: the tiers.
-        metrics: takes the gauges.
-        clock: seconds.
+        metrics: the connector's metrics.
+        clock: time in seconds.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class ReuseMeter:
         self._try(lambda: self._measure(tracked))
 
     def on_request_finished(self, tracked: TrackedRequest) -> None:
-        """Makes the chunks of a request recent when it ends."""
+        """Records the chunks of an ended request as used."""
         self._try(lambda: self._use(tracked))
 
     def record(self) -> None:
-        """Updates the gauges and the log, from time to time."""
+        """Updates the gauges every `RECORD_S`, and logs the estimate every `LOG_S`, at most."""
         self._try(self._record)
 
     def log(self) -> None:
@@ -140,7 +140,7 @@ class ReuseMeter:
         )
 
     def forget(self) -> None:
-        """The tiers were cleared."""
+        """Forgets all chunks, after the tiers were cleared."""
         self._estimator.forget()
 
     def _shares(self, report: ReuseReport) -> dict[str, float]:
@@ -150,5 +150,5 @@ class ReuseMeter:
         return {name: number / report.prompt_tokens for name, number in tokens.items()}
 
     def _needed_bytes(self, report: ReuseReport) -> int:
-        """Host memory for most of the reused tokens; 0 if nothing is reused, or if it is above all sizes."""
+        """Host memory for most reused tokens, over all ranks; 0 if nothing is reused, or if it is above all sizes."""
         return round((report.bytes_for(MOST) or 0.0) * self._num_ranks)

@@ -1,6 +1,6 @@
-"""Scheduler side of HybridOffloadConnector: dispatches the engine's calls to the modules that plan loads and stores.
+"""Scheduler's half of HybridOffloadConnector: passes the engine's calls to the modules that plan loads and stores.
 
-It moves no bytes and never blocks.
+Moves no bytes. No step waits; only `reset` may wait, for a bounded time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class OffloadScheduler:
 
     Args:
         layout: the model's groups.
-        identity: identity of the cached content; it derives the keys.
-        stack: the tiers; used by this object alone.
+        identity: identity of the cached content, and the keys of its chunks.
+        stack: the tiers of this engine. `close` closes them.
         admission: limits the loads that hold blocks at the same time.
         deadlines: limits on the waits of a request.
         metrics: the connector's metrics.
@@ -92,8 +92,8 @@ class OffloadScheduler:
         self._events = self._stores.events = RouterEvents(self._layout, self._stack, groups, self._metrics)
 
     def bind_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Sets the planner of prefill stops, for models with recurrent states. Without it only states that the engine
-        hands over are stored."""
+        """Sets the planner of prefill stops, for models with recurrent states. Without it, only states that the engine
+        hands over by itself are stored."""
         self._checkpoints = checkpoints if self._kv_role.stores else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -110,7 +110,7 @@ class OffloadScheduler:
         self._keeper.keep_share = keep_share
 
     def allow_hinted_peers(self, allows: Callable[[tuple[str, int]], bool]) -> None:
-        """Sets the hosts and ports that hints may name as peers. Without it, none."""
+        """Sets the hosts and ports that hints may name as peers; by default none."""
         self._hints.allows_peer = allows
 
     def distrust(self, groups: SuspectGroups) -> None:
@@ -120,8 +120,11 @@ class OffloadScheduler:
     # Called before the engine admits a request.
 
     def track(self, request: Request) -> TrackedRequest:
-        """State of a request. The first call creates it, sends its async lookups, so that they may be answered while it
-        waits in the engine's queue, and starts a prefetch if the request's hints want one."""
+        """State of a request; the first call creates it.
+
+        If the connector loads, the first call also begins a prefetch for a request with the hint `prefetch`. For other
+        requests it sends the async lookups, so that answers may arrive while the request is in the engine's queue.
+        """
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
         if tracked is not known and self._kv_role.loads:
@@ -132,7 +135,7 @@ class OffloadScheduler:
         return tracked
 
     def _may_look_up(self, tracked: TrackedRequest) -> bool:
-        """Whether a tier accepts async lookups for this request."""
+        """Whether to send async lookups: a tier accepts them, the request may load, and it has keys."""
         if not self._stack.lookup_wait_s or not tracked.hints.load or compat.skips_prefix_cache(tracked.request):
             return False
         return self._requests.identify(tracked)
@@ -140,7 +143,7 @@ class OffloadScheduler:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Number of tokens after `computed_tokens` that can be loaded; None if the engine must call again.
 
-        For a request that must not load, nothing is looked up, promoted, awaited or counted.
+        A request that must not load gets 0, without a lookup, a promotion or a wait.
         """
         tracked = self.track(request)
         is_identified = self._requests.identify(tracked)
@@ -262,7 +265,7 @@ class OffloadScheduler:
             if request.is_finished() or not self._may_store(tracked):
                 continue
             if request_id in preempted and request_id not in scheduled:
-                # Its blocks may belong to another request now.
+                # The blocks of a preempted request may belong to another request now.
                 continue
             states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._metrics)
             store = self._plan_store(tracked, num_scheduled, states, tables)
@@ -271,7 +274,7 @@ class OffloadScheduler:
         return stores
 
     def _may_store(self, tracked: TrackedRequest) -> bool:
-        """Whether a request may store, provided that the connector stores at all."""
+        """Whether a request may store. Does not check `kv_role`."""
         return tracked.is_storable and tracked.hints.store and tracked.request_keys is not None
 
     def _plan_store(
@@ -290,10 +293,10 @@ class OffloadScheduler:
         return store
 
     def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request has ended. The engine frees its blocks afterwards, except those that are pinned here.
+        """Stores the state at the end of an answer. Called before the engine frees the blocks of the request.
 
-        With asynchronous scheduling the state at the end of an answer has no key during any step of the request. Its
-        store is planned here and leaves with the next step.
+        With asynchronous scheduling, this state has no key during the steps of the request. The next plan contains the
+        store. The blocks of the state stay pinned until the store has ended.
         """
         if self._checkpoints is None:
             return
@@ -322,13 +325,13 @@ class OffloadScheduler:
         return self.has_stores_in_flight() or self._in_flight.has_work() or self._prefetcher.has_work()
 
     def has_stores_in_flight(self) -> bool:
-        """Whether a store or a move between tiers is in flight, or a chunk waits in a cascade queue."""
+        """Whether a store is in flight, or a move between tiers may still end in time or start soon."""
         return self._stores.has_work() or self._stack.has_live_moves()
 
     # Results of the workers.
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """Applies the outputs of one step. After a failed load, the retry of the request loads less."""
+        """Applies the outputs of one step."""
         outcome = output.kv_connector_worker_meta
         self._loads.prefill_speed.on_output(outcome.measured_step if isinstance(outcome, StepOutcome) else 0)
         if isinstance(outcome, StepOutcome):
@@ -340,7 +343,7 @@ class OffloadScheduler:
                 self._loads.end_load(tracked, num_tokens)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        """Applies the outcomes of stores, loads and moves."""
+        """Applies the outcomes of stores and moves, and records the failures of loads."""
         self._stores.on_ended(outcome.stores)
         for request_id, failures in outcome.load_failures.items():
             self._in_flight.on_failures(request_id, failures)
@@ -360,10 +363,10 @@ class OffloadScheduler:
     # Reset and shutdown.
 
     def reset(self) -> bool:
-        """Drops everything that is stored. Copies in flight end, and their chunks are dropped too.
+        """Withdraws all chunks in all tiers. Copies in flight continue, and their chunks are withdrawn too.
 
-        Requests that have started store nothing more, since their content may be from weights that the reset discards.
-        Later content may be from weights that are in no file, so its keys differ from those of every other process.
+        Requests that have started store nothing more: their content may come from weights that the engine replaces.
+        Later content may come from weights that are in no file, so the new keys are unique to this process.
         """
         self._stack.clear()
         if self._checkpoints is not None:

@@ -38,11 +38,11 @@ class GroupReport(msgspec.Struct, frozen=True):
     """One of the engine's groups.
 
     Args:
-        index: its number in the engine.
-        kind: what it needs to resume.
-        layers: number of its stored layers; 0 for a scratch group.
-        block_tokens: tokens in one of its blocks.
-        chunk_bytes: bytes of its part of a chunk, over all ranks; 0 if it is not stored.
+        index: the engine's index of the group.
+        kind: kind of the group.
+        layers: number of stored layers; 0 for a scratch group.
+        block_tokens: tokens in one block.
+        chunk_bytes: bytes of the group's part of a chunk, over all ranks; 0 if the group is not stored.
     """
 
     index: int
@@ -56,10 +56,10 @@ class TierReport(msgspec.Struct, frozen=True):
     """One configured tier.
 
     Args:
-        name: its type.
-        capacity_bytes: bytes over all ranks; None for a tier without a limit of its own.
-        tokens: tokens of one prompt that it holds, in whole chunks; None without a limit.
-        text: its part of the start line.
+        name: type of the tier.
+        capacity_bytes: capacity over all ranks; None for a tier without a limit of its own.
+        tokens: tokens of one prompt that fit into the tier, in whole chunks; None without a limit.
+        text: the tier's part of the start line.
     """
 
     name: str
@@ -77,9 +77,9 @@ class StartupReport(msgspec.Struct, frozen=True):
         chunk_bytes: bytes of a chunk of all groups, over all ranks.
         tiers: all tiers, in lookup order.
         smallest_prompt_tokens: tokens of the shortest prompt that can hit.
-        line: the start line. An engine adds the name of its cache.
+        line: the start line, without the name of the cache, which `log_startup` adds.
         notes: further lines.
-        warnings: lines about settings or an engine that do less than an operator expects.
+        warnings: lines about settings, or about an engine, that do less than an operator expects.
     """
 
     groups: tuple[GroupReport, ...]
@@ -93,7 +93,7 @@ class StartupReport(msgspec.Struct, frozen=True):
 
 
 def startup_report(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout) -> StartupReport:
-    """Facts and lines of an engine with these groups and settings."""
+    """Facts and log lines for an engine with these groups and settings."""
     spec, chunk = layout.spec, layout.spec.chunk_tokens
     part_bytes = {i: layout.largest_chunk_bytes(i) * layout.world_size for i in spec.stored_groups}
     groups = tuple(

@@ -47,18 +47,18 @@ logger = logging.getLogger("vllm.hybridkv")
 
 _OTHERS_MODE = 0o077
 _FIELDS = {"capacity_bytes": "capacity"}
-"""Configuration keys of tier options with another name."""
+"""Configuration key of each tier option that has another name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Arguments of a slower tier's index besides its configuration.
+    """Arguments of a secondary tier's index, besides the tier's configuration.
 
     Args:
         layout: the engine's groups.
         fingerprint: identity of the stored content.
-        burst_bytes: limit for bytes that arrive at one time, over all ranks.
-        primary: index of the primary tier, for tiers that report its keys to others.
+        burst_bytes: most bytes of cascades in flight to the tier at one time, over all ranks.
+        primary: index of the primary tier. A peer tier needs it, because peers look up its keys.
         load_timeout_s: timeout of a load from the tier.
     """
 
@@ -71,7 +71,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """Arguments of a slower tier's medium besides its configuration.
+    """Arguments of a secondary tier's medium, besides the tier's configuration.
 
     Args:
         rank: rank of the worker.
@@ -94,7 +94,7 @@ class ArenaSizes:
 
 
 def clock() -> float:
-    """Clock of all deadlines of the connector, in seconds."""
+    """Time in seconds, for all deadlines of the connector."""
     return time.monotonic()
 
 
@@ -102,7 +102,7 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
     """Sizes of each rank's part of host memory.
 
     Raises:
-        ConfigurationError: it has no room for one chunk, or is larger than the host's memory.
+        ConfigurationError: the capacity has no room for one chunk, or is larger than the host's memory.
     """
     path = f"{ROOT}.tiers[0].capacity"
     capacity = config.ram.capacity
@@ -117,7 +117,7 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
             f'a prefix can hit only if all its chunks fit; try "{format_size(64 * smallest).replace(" ", "")}" or more',
         )
     _require_memory(capacity)
-    # If attention never reads before the current chunk, nothing is stored.
+    # There is no chunk size if nothing is stored: attention never reads before the current chunk.
     smallest_bytes = next(iter(layout.chunk_sizes()), granule)
     return ArenaSizes(capacity // layout.world_size // granule * granule, granule, smallest_bytes)
 
@@ -126,7 +126,7 @@ def require_host(config: OffloadConfig) -> None:
     """Checks that this host has the files, libraries and memory that the tiers need. Creates nothing.
 
     Raises:
-        ConfigurationError: it lacks one.
+        ConfigurationError: one of them is missing, or cannot be used.
     """
     _require_memory(config.ram.capacity)
     for name, tier in config.secondary.items():
@@ -176,7 +176,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
 def secondary_tiers(
     config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, primary: RamIndex
 ) -> list[SecondaryTier]:
-    """The tiers below host memory. `primary` is the index of host memory.
+    """Secondary tiers, with open indexes. `primary` is the index of host memory.
 
     Raises:
         ConfigurationError: a tier cannot be opened.
@@ -212,7 +212,7 @@ def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) ->
 
 
 def open_index(tier: SecondaryTierConfig, setting: Setting) -> TierIndex:
-    """Index of a slower tier.
+    """Opens the index of a secondary tier.
 
     Raises:
         TierConfigurationError: the tier cannot be opened. `field` is a key of its configuration.
@@ -229,7 +229,7 @@ def open_index(tier: SecondaryTierConfig, setting: Setting) -> TierIndex:
 
 
 def open_medium(tier: SecondaryTierConfig, namespace: bytes, worker: WorkerPart) -> TierMedium:
-    """Medium of a slower tier for one worker."""
+    """Opens the medium of a secondary tier for one worker."""
     match tier:
         case DiskTierConfig():
             return disk_medium(tier, namespace, worker.rank)
@@ -244,7 +244,7 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
     """Checks that all workers can use the directory or address of a tier, and that no other engine shares it.
 
     Raises:
-        ConfigurationError: the engine has workers on several hosts, or is one of several of a data-parallel group.
+        ConfigurationError: the engine has workers on several hosts, or belongs to a group of data-parallel engines.
     """
     parallel = vllm_config.parallel_config
     owned = [("a disk tier", "path")] if config.disk is not None else []
@@ -268,13 +268,13 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
 
 
 def opened_at_once(config: OffloadConfig) -> frozenset[str]:
-    """Tiers with a medium that a worker opens at its start, because other engines read from it."""
+    """Names of the tiers that a worker opens before their first move, because other engines read from them."""
     return frozenset(config.secondary) & {"peer"}
 
 
 def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
-    """For each slower tier a function that opens the worker's medium for a namespace. `arena` is the worker's part of
-    the primary tier."""
+    """Functions that open a worker's media of the secondary tiers, by tier name. Each takes the namespace. `arena` is
+    the worker's part of the primary tier."""
 
     def opener(tier: SecondaryTierConfig) -> Callable[[bytes], TierMedium]:
         worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
@@ -294,7 +294,7 @@ def disk_index(config: DiskTierConfig, setting: Setting) -> DiskIndex:
 
 
 def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:
-    """Medium of the disk tier for one rank. It creates no files: the index does."""
+    """Medium of the disk tier for one rank. The index creates the files; the medium creates none."""
     return DiskMedium(config.path, namespace, rank, _disk_options(config))
 
 
@@ -368,8 +368,8 @@ def _listed_peers(config: PeerTierConfig) -> tuple[tuple[str, int], ...]:
 
 
 def hinted_peers(config: PeerTierConfig) -> Callable[[tuple[str, int]], bool]:
-    """Returns a function that is true for a host and port that hints may name: of a listed peer, or at an allowed
-    host. Names are not resolved for that. A wildcard address is no host, whatever network is allowed."""
+    """Returns a function of (host, port): True if hints may name this peer. The peer must be listed, or its host
+    allowed. Does not resolve names. A wildcard address is not an allowed host, even in an allowed network."""
     listed, hosts = frozenset(_listed_peers(config)), AllowedHosts(config.allowed_hosts)
     return lambda address: address in listed or (address[0] in hosts and not is_any(address[0]))
 

@@ -1,8 +1,8 @@
-"""Worker side of HybridOffloadConnector: executes plans. It plans nothing, and raises no error into the engine's step.
+"""Worker's half of HybridOffloadConnector: executes plans. Plans nothing, and raises no error into the engine's step.
 
-A stored chunk is sealed with its key and checksum. Before a load copies a byte, both are compared; if `verify_ram` is
-"sampled" or "off", some or all chunks are compared by key alone. The checksum comes from the copy engine if it computes
-one while it copies; else it is computed from the slot.
+A store seals each chunk with its key and checksum. A load compares both before it copies a byte; if `verify_ram` is
+"sampled" or "off", it compares some or all chunks by key alone. The copy engine may compute the checksum of a store
+while it copies; otherwise the checksum is computed from the slot.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DRAIN_S = 10.0
 
 
 IDLE_WAIT_S = 0.002
-"""Longest wait for loads in a step without a forward pass. The engine pauses about as long between such steps. In
-an engine without a pause, its thread would hold the interpreter lock that the copy thread needs."""
+"""Longest wait for loads in a step without a forward pass. The engine pauses about as long between such steps. Without
+this wait, the thread of an engine that does not pause would hold the interpreter lock, which the copy thread needs."""
 
 
 class OffloadWorker(RankWorker):
@@ -52,7 +52,7 @@ class OffloadWorker(RankWorker):
         arena: this rank's part of the primary tier.
         paths: copy engines for loads and stores.
         metrics: the connector's metrics.
-        verify_ram: the setting, None if it is not set.
+        verify_ram: the setting `verify_ram`; None if it is not set.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class OffloadWorker(RankWorker):
     def bind_secondary_tiers(
         self, open_medium: Mapping[str, Callable[[bytes], TierMedium]], opened_at_start: frozenset[str] = frozenset()
     ) -> None:
-        """Sets the function that opens the medium of each secondary tier, by tier name. It takes the namespace.
+        """Sets the functions that open the media of secondary tiers, by tier name. Each takes the namespace.
 
         Tiers in `opened_at_start` are opened with the first plan that carries the namespace, others at their first
         move.
@@ -99,9 +99,9 @@ class OffloadWorker(RankWorker):
         """Registers the engine's KV tensors.
 
         Raises:
-            ConfigurationError: the bytes are not at the addresses that follow from the engine's specs; or they are not
-                on this device; or there are secondary tiers, and a later engine may order the bytes differently; or the
-                copy test on this GPU fails.
+            ConfigurationError: the bytes are not at the addresses that follow from the engine's specs, or not on this
+                device; or there are secondary tiers, and a later engine may order the bytes differently; or the copy
+                test on this GPU fails.
         """
         device = device or CpuDevice()
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_secondary_tiers)
@@ -208,7 +208,7 @@ class OffloadWorker(RankWorker):
             # No byte was copied, so the engine may give the blocks to another request.
             job.failures.append(LoadFailure("timeout", "the load waited too long in the copy queue"))
             return job.failures[0].detail
-        # Blocks of the engine have no checksum.
+        # Chunks that are copied from the engine's blocks have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
         return self._record_failures(job, chunks, self._ram_checks.check_all(chunks))
 
@@ -243,7 +243,7 @@ class OffloadWorker(RankWorker):
         return self._outcomes.take_results()
 
     def close(self, drain_s: float = DRAIN_S) -> None:
-        """Ends copies in flight, waits up to `drain_s` for moves, then releases the arena."""
+        """Finishes running copies, fails queued copies, waits up to `drain_s` for moves, then releases the arena."""
         self._copies.close()
         if not self._mover.close(drain_s):
             message = (

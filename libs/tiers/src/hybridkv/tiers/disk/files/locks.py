@@ -1,7 +1,7 @@
-"""Locks of a namespace: taken, or refused with the process that holds them; released in forked children.
+"""Locks of a namespace: take a lock, or find the process that holds it for the error.
 
-There are two: one of the directory, which cannot be deleted while it holds files and which cleaners of old files
-respect; and one of LOCK in it, for file systems that cannot lock directories.
+A namespace has two locks: on its directory, because a directory with files cannot be deleted and programs that clean up
+old files respect its lock; and on the file LOCK, for file systems that cannot lock directories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory
 
 MAX_DESCRIPTORS = 50_000
-"""Limit of the search, which takes less than a second."""
+"""Limit of descriptors in one search, which then takes less than a second."""
 MAX_COMMAND_CHARACTERS = 80
 
 
@@ -26,14 +26,14 @@ class LockHolder(NamedTuple):
 
     pid: int
     command: str
-    """Its command line, or its name."""
+    """Command line of the process, or its name."""
 
 
 def find_holder(file: os.stat_result, likely_pid: int | None, processes: Path = Path("/proc")) -> LockHolder | None:
-    """Process that holds a lock on the file; None if /proc does not show it. `likely_pid` is examined first.
+    """Process that holds a lock on the file; None if /proc does not show it. Examines `likely_pid` first.
 
-    For the words of a refusal, never for a decision. The process named in LOCK may have ended while its child holds the
-    lock.
+    Use the result for texts only, never for a decision. The process named in LOCK may have ended while its child still
+    holds the lock.
     """
     left = MAX_DESCRIPTORS
     for pid in _pids(processes, likely_pid):
@@ -58,7 +58,7 @@ def _names(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
     except OSError:
-        return []  # missing, another user's, or just ended
+        return []  # no such directory, no permission, or the process has just ended
 
 
 def _is_file(link: Path, file: os.stat_result) -> bool:
@@ -70,7 +70,8 @@ def _is_file(link: Path, file: os.stat_result) -> bool:
 
 
 def _holds_a_lock(info: Path) -> bool:
-    """An open file may be unlocked: another engine may just be refused."""
+    """True if this descriptor holds a lock. Another engine may have the file open without the lock, shortly before its
+    refusal."""
     try:
         return any(line.startswith("lock:") and "FLOCK" in line for line in info.read_text().splitlines())
     except OSError:
@@ -89,7 +90,7 @@ def _command(directory: Path) -> str:
 
 
 class TakenError(OSError):
-    """Another engine has the namespace, or had it meanwhile: this engine's tables are out of date."""
+    """Another engine has or had the namespace open, so this engine's tables may be wrong."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
@@ -101,7 +102,8 @@ class TakenError(OSError):
 
 
 def try_to_lock(directory: Directory) -> bool:
-    """False if another process has locked the directory. True also if the file system cannot lock directories."""
+    """Lock the directory. False if another process has locked it. True also if the file system cannot lock
+    directories."""
     try:
         return directory.io.lock(directory.fd)
     except OSError:
@@ -109,7 +111,7 @@ def try_to_lock(directory: Directory) -> bool:
 
 
 def refused_lock(directory: Directory, fd: int) -> TierConfigurationError:
-    """The error, with the process that holds the lock. `fd`: of the locked file or directory."""
+    """Error that names the process that holds the lock. `fd`: descriptor of the locked file or directory."""
     try:
         named = (directory.read_file(LOCK_NAME) or b"").decode(errors="replace").strip()
     except OSError:
@@ -128,5 +130,5 @@ def refused_lock(directory: Directory, fd: int) -> TierConfigurationError:
 
 
 def is_same(one: os.stat_result, other: os.stat_result) -> bool:
-    """True if both describe one file."""
+    """True if both describe the same file."""
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)

@@ -1,6 +1,6 @@
-"""Directory of one namespace: created, opened, locked, and recreated after it was removed.
+"""Directory of one namespace: created, opened, locked, and recreated after a removal.
 
-It has two locks, see `locks`. `require_own` compares the files on disk with the open ones.
+The directory has two locks, see `locks`. `require_own` compares the files on disk with the open files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_LOCK_ATTEMPTS = 10
 
 
 class NamespaceFiles(Protocol):
-    """Open directories of a namespace, to read."""
+    """Open directories of a namespace, for readers."""
 
     @property
     def digest(self) -> bytes: ...
@@ -60,9 +60,10 @@ class Namespace:
     """Open, locked directory of a namespace, with the directories of its ranks."""
 
     def __init__(self, io: FileIO, path: str, fingerprint: Fingerprint, syncs: bool = True) -> None:
-        """`TierConfigurationError` if the path cannot be used or another process has the namespace open.
+        """Open or create the directory, and lock it. `TierConfigurationError` if the path cannot be used or another
+        process has the namespace open.
 
-        `syncs`: sync directories, so that a loss of power does not remove them.
+        `syncs`: sync directories, so that a power loss does not remove them.
         """
         self.io = io
         self._syncs = syncs
@@ -70,7 +71,7 @@ class Namespace:
         self.num_ranks = fingerprint.tensor_parallel_size
         self._fingerprint = fingerprint
         self.is_recreated = False
-        """True after `restore`, until the caller has written the files that must exist and resets it."""
+        """True after `restore`. The caller writes the epoch file, and then resets this flag."""
         self._is_said_lost = False
         self._is_taken = False
         self.root = open_root(io, path)
@@ -96,12 +97,12 @@ class Namespace:
 
     @property
     def directory(self) -> Directory:
-        """`OSError` if it is not open."""
+        """Directory of the namespace. `OSError` if it is not open."""
         return self._require().directory
 
     @property
     def ranks(self) -> list[Directory]:
-        """One for each rank. `OSError` if they are not open."""
+        """One directory for each rank. `OSError` if they are not open."""
         return self._require().ranks
 
     def _require(self) -> _OpenNamespace:
@@ -124,7 +125,8 @@ class Namespace:
         return opened
 
     def _sync(self, directory: Directory, root: Directory) -> None:
-        """Sync the store's parent, root and namespace, old ones too: an earlier engine may not have synced them."""
+        """Sync the store's parent, root and namespace directories, also if they existed already: an earlier engine may
+        not have synced them."""
         try:
             self.io.fsync(directory.fd)
             self.io.fsync(root.fd)
@@ -137,18 +139,18 @@ class Namespace:
             logger.warning("the directories of %s could not be synced: %s", directory.path, error)
 
     def _lock(self, root: Directory) -> tuple[Directory, int]:
-        """Open the namespace's directory and lock it; reuses the present lock if it is the same file."""
+        """Open the namespace's directory and lock it. Reuses this engine's lock if it is on the same file."""
         for _ in range(MAX_LOCK_ATTEMPTS):
             directory = root.child(self.name, create=True)
             fd = -1
             try:
                 if self._opened is not None and self._is_current(root, self._opened.lock_fd):
                     return directory, self._opened.lock_fd
-                # Lock the directory first: a refused engine then leaves no file that the holder could take for a
-                # foreign lock.
+                # Lock the directory first: a refused engine then creates no LOCK, which the holder would treat as the
+                # lock of another engine.
                 if not self._lock_directory(directory):
                     raise refused_lock(directory, directory.fd)
-                # Read-only: a file open for writing would prevent a read-only remount.
+                # Open read-only: a file open for writing prevents a read-only remount.
                 fd = directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT)
                 if not self.io.lock(fd):
                     raise refused_lock(directory, fd)
@@ -158,14 +160,14 @@ class Namespace:
                 self._close_lock(fd)
                 directory.close()
                 raise
-            # A process that deletes stale namespaces held the lock. The directory is gone or about to go.
+            # LOCK was replaced: another process deletes stale namespaces, and has removed the directory or will.
             self.io.close(fd)
             directory.close()
         raise TierConfigurationError("path", "a directory that no other process removes", self.path)
 
     def _lock_directory(self, directory: Directory) -> bool:
-        """False if another process has locked it. True also if directories cannot be locked, or this engine has the
-        lock."""
+        """Lock the directory. False if another process has locked it. True also if directories cannot be locked, or
+        this engine has the lock already."""
         if self._opened is not None and is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
             return True
         return try_to_lock(directory)
@@ -178,7 +180,8 @@ class Namespace:
         return is_same(found, self.io.stat(fd))
 
     def _describe(self, directory: Directory) -> None:
-        """Write process id and fingerprint, for people. Failures are logged only."""
+        """Write process id and fingerprint, for operators. Logs failures and does not raise, except
+        `ForeignFileError`."""
         try:
             fd = directory.open_file(LOCK_NAME, os.O_WRONLY)
             try:
@@ -195,10 +198,10 @@ class Namespace:
             logger.warning("%s is not described by its files: %s", directory.path, error)
 
     def require_own(self) -> None:
-        """Make sure that this engine may write and delete here: the path leads here, and the lock is in place.
+        """Check that this engine may write and delete here: the path leads to the open directory, and the lock exists.
 
-        A deleted lock is recreated. Raises `FileNotFoundError` if the directory was removed or moved away, and
-        `TakenError`, from then on always, if another engine may have been here.
+        Recreates a deleted lock. Raises `FileNotFoundError` if the directory was removed or moved, and `TakenError` if
+        another engine may have had the namespace open; after that, every call raises `TakenError`.
         """
         opened = self._require()
         if self._is_taken:
@@ -212,16 +215,16 @@ class Namespace:
             raise TakenError(self.path)
         elif not self._leads_to(self.io.stat(opened.directory.fd)):
             raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
-        # A rank's directory may be removed alone; an engine that only writes to open segments would not notice.
+        # A rank's directory may be removed alone. Writes to open segments do not detect that.
         for rank, directory in enumerate(opened.ranks):
             found = self._find(rank_name(rank), opened.directory.fd)
             if found is None or not is_same(found, self.io.stat(directory.fd)):
                 raise FileNotFoundError(errno.ENOENT, "was removed", directory.path)
 
     def _leads_to(self, directory: os.stat_result) -> bool:
-        """True if the path leads to this directory, or if that is unknown because the parent cannot be read.
+        """True if the path leads to this directory, or if the parent cannot be read.
 
-        `LOCK` alone does not prove it: a copy by hard links has the same one.
+        The file `LOCK` alone is no proof: a copy made with hard links has the same file.
         """
         try:
             found = self._find(f"{self.path}/.", self.root.fd)
@@ -255,9 +258,10 @@ class Namespace:
         )
 
     def restore(self) -> None:
-        """Recreate directories and lock after they were removed. `OSError` if that is not possible yet.
+        """Recreate removed directories and the lock. `OSError` if that is not possible yet, `TakenError` if another
+        engine may have had the namespace open.
 
-        The old ones stay open until it succeeds.
+        The old directories stay open until this call succeeds.
         """
         if not self._is_said_lost:
             logger.warning("%s was removed; making it anew", self.path)
@@ -287,19 +291,19 @@ class Namespace:
         if former is not None:
             self._close(former)
         former_root.close()
-        try_to_lock(opened.directory)  # if the lock is the same file, closing the old one released it
+        try_to_lock(opened.directory)  # if the directory is the same, closing its old descriptor released its lock
 
     def _belongs_to_other(self, opened: _OpenNamespace) -> bool:
-        """True if the directory at the path holds segments of another engine."""
+        """True if the newly opened directory holds segments and is not this engine's former directory."""
         stat, former = self.io.stat, self._opened
-        # A copy by hard links has the same LOCK in another directory.
+        # A copy made with hard links has the same LOCK in another directory.
         has_lock = former is not None and opened.lock_fd == former.lock_fd
         if former is not None and has_lock and is_same(stat(opened.directory.fd), stat(former.directory.fd)):
             return False
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
     def is_present(self) -> bool:
-        """True if the path still leads to the open directories. `OSError` if this process cannot look."""
+        """True if the path still leads to the open directories. `OSError` if this process cannot read them."""
         try:
             root = Directory.root(self.io, self.root.path, create=False)
         except OSError as error:
@@ -322,14 +326,14 @@ class Namespace:
         return is_present
 
     def close(self) -> None:
-        """Release the lock."""
+        """Close the directories and release the lock."""
         former, self._opened = self._opened, None
         if former is not None:
             self._close(former)
         self.root.close()
 
     def _close(self, opened: _OpenNamespace) -> None:
-        """Keep the lock if the present namespace uses the same descriptor."""
+        """Close the directories, and the lock unless `_opened` uses the same descriptor."""
         for directory in (*opened.ranks, opened.directory):
             directory.close()
         self._close_lock(opened.lock_fd)
@@ -339,19 +343,21 @@ class Namespace:
             self.io.close(fd)
 
     def release_in_child(self) -> None:
-        """Close everything in a forked child. Otherwise the lock would outlive the parent."""
+        """Close all descriptors except the root's, in a forked child. Otherwise the child would keep the lock after the
+        end of the parent."""
         former, self._opened = self._opened, None
         if former is not None:
             self._close(former)
 
 
 _open_namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
-"""Namespaces of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
+"""Open namespaces of this process. A fork copies descriptors, and a lock exists as long as any copy of its
+descriptor."""
 
 
 def _release_in_forked_child() -> None:
     for namespace in list(_open_namespaces):
-        with contextlib.suppress(OSError):  # the descriptor is closed all the same
+        with contextlib.suppress(OSError):  # the system closes the descriptor even on an error
             namespace.release_in_child()
 
 

@@ -1,7 +1,7 @@
 """Files and directories of a store that do not belong to the open namespace.
 
-Logs why no other namespace fits and which files are unknown, deletes stale namespaces when the store is full, and
-removes files that an earlier process left half written.
+Logs differences to other namespaces, and unknown files; deletes stale namespaces if the store is full; removes
+half-written files of an earlier process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 MAX_DIFFERENCES = 8
 MAX_DIFFERENCE_CHARACTERS = 500
-"""Limits of one log line, and of each difference in it."""
+"""Largest number of differences in one log line, and length of each."""
 
 
 def log_differences(namespace: Namespace, fingerprint: Fingerprint) -> None:
-    """Log how the most similar other cache of the root differs from this one, if there is one."""
+    """Log the differences between this namespace and the most similar other namespace of the root, if there is one."""
     nearest: tuple[str, ...] | None = None
     for name in namespace.root.list():
         if not is_namespace(name) or name == namespace.name:
@@ -54,7 +54,8 @@ def log_differences(namespace: Namespace, fingerprint: Fingerprint) -> None:
 
 
 def _differences(root: Directory, name: str, fingerprint: Fingerprint) -> tuple[str, ...]:
-    """Empty if the file is missing or cannot be compared: it may hold anything."""
+    """Differences of two fingerprints. Empty if the other file is missing, has invalid contents or cannot be
+    compared."""
     try:
         found = _fingerprint_in(root, name)
         return () if found is None or _has_long_names(found) else fingerprint.diff(found)
@@ -63,7 +64,7 @@ def _differences(root: Directory, name: str, fingerprint: Fingerprint) -> tuple[
 
 
 def _has_long_names(found: Fingerprint) -> bool:
-    """Such names are not ours, and take long to compare."""
+    """True if a fact has a very long name: not written by this library, and slow to compare."""
     facts = [found.facts, *(layer.facts for group in found.groups for layer in group.layers)]
     return any(len(name) > MAX_DIFFERENCE_CHARACTERS for names in facts for name in names)
 
@@ -87,7 +88,8 @@ def _fingerprint_in(root: Directory, name: str) -> Fingerprint | None:
 
 
 def other_bytes(namespace: Namespace) -> int:
-    """Bytes of the other namespaces on disk. `OSError` if this process cannot look."""
+    """Bytes of the other namespaces on disk. `OSError` if the root cannot be read or this process is short of a
+    resource."""
     total = 0
     for name in namespace.root.list():
         if is_namespace(name) and name != namespace.name:
@@ -98,7 +100,7 @@ def other_bytes(namespace: Namespace) -> int:
 def delete_stalest(namespace: Namespace) -> bool:
     """Delete the least recently opened namespace that no engine has open. False if there is none.
 
-    A file or another user's directory with such a name is not a namespace.
+    Skips files and other users' directories with the name of a namespace.
     """
     root = namespace.root
     stale: list[tuple[int, str]] = []
@@ -136,7 +138,7 @@ def _bytes_of(root: Directory, name: str) -> int:
 def delete_namespace(root: Directory, name: str) -> bool:
     """Delete a namespace unless an engine has it open. False if nothing was deleted.
 
-    Unknown files stay, with their directories.
+    Does not delete unknown files and their directories.
     """
     try:
         directory = root.child(name, create=False)
@@ -200,12 +202,12 @@ def _remove_if_empty(directory: Directory, name: str) -> bool:
 
 MAX_NAMES = 8
 MAX_NAME_CHARACTERS = 80
-"""Limits of one log line, and of each name in it."""
+"""Largest number of names in one log line, and length of each."""
 _OF_FILE_SYSTEMS = ("lost+found",)
 
 
 def log_unknown_files(namespace: Namespace) -> None:
-    """Log one line for each directory with unknown entries. `OSError` if one cannot be read."""
+    """Log one line for each directory with unknown entries. `OSError` if a directory cannot be read."""
     ranks = {rank_name(rank) for rank in range(namespace.num_ranks)}
     root = namespace.root
     _log_unknown(root, lambda name: name in _OF_FILE_SYSTEMS or (is_namespace(name) and _may_be_directory(root, name)))
@@ -215,7 +217,7 @@ def log_unknown_files(namespace: Namespace) -> None:
 
 
 def _may_be_directory(directory: Directory, name: str) -> bool:
-    """True also if the name cannot be examined."""
+    """True if the entry is a directory, or cannot be examined."""
     try:
         return stat.S_ISDIR(directory.io.stat_name(name, directory.fd).st_mode)
     except OSError:
@@ -234,7 +236,8 @@ def _words(names: list[str]) -> str:
 
 
 def remove_leftovers(directory: Directory) -> None:
-    """Remove half-written files of an earlier process. `OSError` if one is not a file of ours."""
+    """Remove half-written files of an earlier process. `OSError` if such a file is not this user's own, or this process
+    is short of a resource."""
     for name in map(temporary_name, WRITTEN_NAMES):
         try:
             directory.io.close(directory.open_file(name, os.O_RDONLY))

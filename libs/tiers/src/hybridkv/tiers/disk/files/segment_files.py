@@ -1,6 +1,6 @@
 """Operations on segment files, on all ranks: create, seal, copy records, delete.
 
-Runs on the janitor. Errors of the system are `OSError`s.
+Runs in the janitor's thread. Errors are `OSError`s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridkv.tiers.files.directory import Directory, read_into, write_all
 
 
 class Relocation(NamedTuple):
-    """A record that compaction copies."""
+    """Copy of one record by compaction: source, target and size."""
 
     key: Key
     old_address: int
@@ -47,9 +47,9 @@ class SegmentFiles:
     """Segment files of one namespace.
 
     Args:
-        namespace: open.
-        capacity_bytes: of the root.
-        syncs: whether data is synced before other data relies on it.
+        namespace: open namespace.
+        capacity_bytes: limit of all files below the root.
+        syncs: True: new data is synced before other data on disk refers to it.
     """
 
     def __init__(self, namespace: Namespace, capacity_bytes: int, syncs: bool) -> None:
@@ -59,7 +59,8 @@ class SegmentFiles:
         self._num_deleted_namespaces = 0
 
     def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
-        """Create a segment on every rank, its space allocated. `own_bytes`: size of this namespace including it."""
+        """Create a segment on every rank and allocate its space. `own_bytes`: size of this namespace, the new segment
+        included."""
         if number > LARGEST_NUMBER:
             raise OSError(errno.EOVERFLOW, "the numbers of segments are used up; the next start begins anew")
         self.make_room(own_bytes)
@@ -86,7 +87,8 @@ class SegmentFiles:
             io.close(fd)
 
     def make_room(self, own_bytes: int) -> None:
-        """Delete stale namespaces until this one fits beside the others. EDQUOT if it does not."""
+        """Delete stale namespaces until `own_bytes` and the other namespaces fit into the capacity. Error EDQUOT if
+        they do not fit."""
         while other_bytes(self._namespace) + own_bytes > self._capacity_bytes:
             if not delete_stalest(self._namespace):
                 words = "caches that are open, or files that are not the tier's, take up the rest of the capacity"
@@ -99,7 +101,7 @@ class SegmentFiles:
         return taken
 
     def seal(self, number: int, epoch: int, end_offset: int) -> None:
-        """Write the seal: every record of the segment is whole."""
+        """Write the seal on every rank: each record of the segment is whole or withdrawn."""
         for rank, directory in enumerate(self._namespace.ranks):
             with_size = SegmentHeader(rank, number, epoch, 0, self._namespace.digest)
             fd = directory.open_file(segment_name(number), os.O_RDWR)
@@ -111,9 +113,9 @@ class SegmentFiles:
                 directory.io.close(fd)
 
     def drop(self, number: int) -> None:
-        """Delete a segment on every rank. Its space is freed even while a medium has the file open.
+        """Delete a segment on every rank. Frees the space even while a medium has the file open.
 
-        If the file has a hard link, its bytes stay.
+        Keeps the bytes of a file that has another hard link.
         """
         self._namespace.require_own()
         for directory in self._namespace.ranks:
@@ -126,19 +128,19 @@ class SegmentFiles:
             return
         try:
             directory.remove_file(segment_name(number))
-            # A hard link is a copy of the user's.
+            # Another hard link is a copy that a user made.
             if not directory.io.stat(fd).st_nlink:
                 directory.io.truncate(fd, 0)
         finally:
             directory.io.close(fd)
 
     def _discard(self, directory: Directory, number: int) -> None:
-        """`drop` of a partly created segment: ignores errors and opens no file."""
+        """Delete one rank's file of a partly created segment. Unlike `drop`, ignores errors and opens no file."""
         with contextlib.suppress(OSError):
             directory.remove_file(segment_name(number))
 
     def copy(self, relocations: Iterable[Relocation]) -> list[tuple[Relocation, FailureReason | None]]:
-        """Copy records on every rank, verifying each. Returns the failure of each record, None if it was copied."""
+        """Verify and copy records on every rank. Returns the failure of each record; None if it was copied."""
         failures: dict[Relocation, FailureReason | None] = dict.fromkeys(relocations)
         memory = memoryview(bytearray(max(record_bytes(relocation.payload_bytes) for relocation in failures)))
         for rank, directory in enumerate(self._namespace.ranks):
@@ -153,7 +155,7 @@ class SegmentFiles:
     def _try_copy(
         self, relocation: Relocation, rank: int, open_file: _OpenFiles, memory: memoryview
     ) -> FailureReason | None:
-        """An unreadable place is a failure of one record; every other error ends the whole copy."""
+        """`_copy` with EIO as a failure of this record. Every other `OSError` ends the whole copy."""
         try:
             return self._copy(relocation, rank, open_file, memory)
         except OSError as error:

@@ -1,1 +1,1 @@
-"""Bytes of a store and their addresses. Pure arithmetic: opens, reads and writes no file."""
+"""Byte formats of a store, and addresses of records. Opens, reads and writes no file."""

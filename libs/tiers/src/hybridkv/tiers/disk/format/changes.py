@@ -1,8 +1,8 @@
-"""Bytes of the changes to the records since a snapshot. See FORMAT.md.
+"""Byte format of the file of changes: changes to the records since a snapshot. See FORMAT.md.
 
-A snapshot and the changes after it equal a snapshot taken now. Batches are appended in order, and each checksum covers
-the one before, so a reader always gets a beginning of the file, and searches the segments for later records. Reads and
-writes no file.
+A snapshot plus all later changes equals a snapshot taken now. Batches are appended in order, and the checksum of a
+batch covers the checksum of the previous batch. So a reader accepts batches only up to the first damaged batch, and
+searches the segments for later records. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HEAD_BYTES = _HEAD.size + _CHECKSUM_BYTES
 
 
 class Reserved(NamedTuple):
-    """An address was given to a record, which may be written from now on."""
+    """The index assigned this address to a record, and a medium may write the record from now on."""
 
     address: int
     payload_bytes: int
 
 
 class Committed(NamedTuple):
-    """The record at this address is whole, and the most recently used one."""
+    """The record at this address is whole, and becomes the most recently used record."""
 
     address: int
     payload_bytes: int
@@ -40,20 +40,20 @@ class Committed(NamedTuple):
 
 
 class Relocated(NamedTuple):
-    """The record was copied to another address and is offered from there. Its place in the LRU order is the same."""
+    """The record was copied to `new_address` and is offered from there. Its place in the LRU order does not change."""
 
     address: int
     new_address: int
 
 
 class Gone(NamedTuple):
-    """The record at this address is not offered any more, or never was."""
+    """The record at this address is not offered any more, or was never offered."""
 
     address: int
 
 
 class Used(NamedTuple):
-    """The record at this address is the most recently used one."""
+    """The record at this address becomes the most recently used record."""
 
     address: int
 
@@ -72,30 +72,30 @@ _LAYOUTS = {1: _TWO_NUMBERS, 2: _COMMITTED, 3: _TWO_NUMBERS, 4: _PLACE, 5: _PLAC
 
 
 class Decoded(NamedTuple):
-    """The changes of the undamaged beginning of a file."""
+    """Changes of all batches before the first damaged batch of a file."""
 
     changes: list[Change]
     end_offset: int
     """End of the last whole batch."""
     seal: bytes
-    """Checksum of the last whole batch. The checksum of the next one covers it."""
+    """Checksum of the last whole batch. The checksum of the next batch covers this checksum."""
     is_whole: bool
     """True if no damaged bytes follow."""
 
 
 def encode_head(namespace: bytes, base: bytes) -> bytes:
-    """`base`: checksum of the snapshot before these changes."""
+    """Head of the file. `base`: checksum of the snapshot before these changes."""
     fields = _HEAD.pack(CHANGES_MAGIC, VERSION, 0, 0, namespace, base)
     return fields + checksum(fields)
 
 
 def seal_of(data: bytes) -> bytes:
-    """Checksum of a head or a batch. The checksum of the next batch covers it."""
+    """Checksum of a head or a batch. The checksum of the next batch covers this checksum."""
     return data[-_CHECKSUM_BYTES:]
 
 
 def encode_batch(changes: Iterable[Change], seal: bytes) -> bytes:
-    """`seal`: checksum of the head or batch before."""
+    """Bytes of one batch. `seal`: checksum of the previous head or batch."""
     parts = [_encode(change) for change in changes]
     body = b"".join(parts)
     fields = _BATCH.pack(len(body), len(parts)) + body
@@ -103,7 +103,7 @@ def encode_batch(changes: Iterable[Change], seal: bytes) -> bytes:
 
 
 def decode(data: bytes, namespace: bytes, base: bytes) -> Decoded | None:
-    """None if the changes belong to another snapshot or have another version."""
+    """Changes of a file. None if the file belongs to another namespace or snapshot, or has another version."""
     head = encode_head(namespace, base)
     if data[:HEAD_BYTES] != head:
         return None
@@ -131,9 +131,9 @@ def _encode(change: Change) -> bytes:
 
 
 def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
-    """None if the body holds an unknown kind, or an impossible place, size or key.
+    """Changes of one batch. None if the body holds an unknown kind, or an impossible place, size or key.
 
-    There may be millions of changes, hence a branch for each kind, the most frequent ones first.
+    A file may have millions of changes. So there is one branch for each kind, frequent kinds first.
     """
     changes: list[Change] = []
     add = changes.append
@@ -169,6 +169,6 @@ def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
                 return None
             if not is_possible:
                 return None
-    except struct.error:  # ends within a change
+    except struct.error:  # the data ends within a change
         return None
     return changes if at == stop else None

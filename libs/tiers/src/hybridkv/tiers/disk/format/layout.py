@@ -1,6 +1,6 @@
-"""Parts that all formats of a store share: file names, pages, addresses, version and checksum. See FORMAT.md.
+"""Common parts of all formats of a store: file names, pages, addresses, version and checksum. See FORMAT.md.
 
-Pure arithmetic: opens, reads and writes no file. Changing a byte of any format changes VERSION and adds golden files.
+Opens, reads and writes no file. A change of any byte in a format needs a new VERSION and new golden files.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import TypeAlias
 import xxhash
 
 PAGE_BYTES = 4096
-"""Alignment of every header, record and write. O_DIRECT needs no more on any device."""
+"""Alignment of every header, record and write. Enough for O_DIRECT on any device."""
 
 SEGMENT_HEAD_BYTES = 2 * PAGE_BYTES
-"""Header page and seal page of a segment. The first record follows them."""
+"""Size of the header page and the seal page of a segment. The first record follows these pages."""
 
 ADDRESS_BITS = 32
 LARGEST_SEGMENT_BYTES = 1 << ADDRESS_BITS
-"""An address is the segment's number times this, plus an offset in its file. It is independent of the configured
-segment size, so a store keeps its records when the capacity changes."""
+"""Largest segment size. Address of a record: segment number times this, plus the offset in the segment file. Addresses
+do not depend on the configured segment size, so a store keeps its records when the capacity changes."""
 
 LARGEST_NUMBER = (1 << 31) - 1
-"""Addresses fit into 63 bits. With one new segment a second, it takes 68 years to reach this number."""
+"""Largest segment number: addresses fit into 63 bits. One new segment a second reaches this number in 68 years."""
 LARGEST_FIRST_NUMBER = LARGEST_NUMBER >> 1
-"""Highest number of the first new segment of an index, so that numbers do not run out while it runs."""
+"""Highest number of the first new segment of an index, so that numbers do not run out while the index runs."""
 
 LARGEST_EPOCH = (1 << 63) - 1
 LARGEST_KEY_BYTES = 256
 
 END_ADDRESS = (LARGEST_NUMBER + 1) << ADDRESS_BITS
-"""Above every address of a record."""
+"""Upper bound of addresses, exclusive."""
 _PLACES = END_ADDRESS - PAGE_BYTES
-"""Bits that may be set in an address: a record begins at a page."""
+"""Mask of the bits that may be set in an address: a record begins at a page."""
 _OFFSETS = LARGEST_SEGMENT_BYTES - 1
 _LAST_PAGE = LARGEST_SEGMENT_BYTES - PAGE_BYTES
 
@@ -57,7 +57,7 @@ def is_place(address: int) -> bool:
 
 
 def is_place_of(address: int, payload_bytes: int) -> bool:
-    """True if a record of this size can lie there, whatever the segment's size."""
+    """True if a record of this size can begin there in a segment of the largest size."""
     return is_place(address) and 0 < payload_bytes <= _LAST_PAGE - (address & _OFFSETS)
 
 
@@ -87,7 +87,7 @@ def checksum(data: Bytes) -> bytes:
 
 
 def checksum_of(views: Sequence[memoryview]) -> bytes:
-    """XXH3-128 of the concatenation."""
+    """XXH3-128 of the concatenated views."""
     if len(views) == 1:
         return checksum(views[0])
     digest = xxhash.xxh3_128()
@@ -115,7 +115,7 @@ def is_namespace(name: str) -> bool:
 
 
 def is_namespace_file(name: str) -> bool:
-    """True for the name of a file of a namespace, also while it is being written."""
+    """True for the name of a file of a namespace, also for its temporary name."""
     return name == LOCK_NAME or name.removesuffix(".new") in WRITTEN_NAMES
 
 
@@ -124,7 +124,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """Number of the segment; None if the name is not a segment's or its number is too large."""
+    """Number in a segment's file name; None for another name or a number that is too large."""
     found = _SEGMENT.fullmatch(name)
     number = int(found[1]) if found else LARGEST_NUMBER + 1
     return number if number <= LARGEST_NUMBER else None

@@ -1,4 +1,4 @@
-"""Bytes of a segment file: its header, its seal, and the header of each record. See FORMAT.md.
+"""Byte format of a segment file: header, seal, and the header of each record. See FORMAT.md.
 
 Reads and writes no file.
 """
@@ -53,7 +53,7 @@ def encode_segment(header: SegmentHeader) -> bytes:
 
 
 def decode_segment(page: Bytes) -> SegmentHeader | None:
-    """None if the page is damaged, of another version, or impossible."""
+    """Header of a segment. None if the page is damaged, has another version, or has impossible values."""
     fields = _unpack(_SEGMENT, SEGMENT_MAGIC, page)
     if fields is None:
         return None
@@ -70,7 +70,7 @@ def encode_seal(header: SegmentHeader, end_offset: int) -> bytes:
 
 
 def decode_seal(page: Bytes, header: SegmentHeader) -> int | None:
-    """`end_offset`; None if this is no seal of that segment."""
+    """`end_offset` of a seal; None if the page is not a valid seal of this segment."""
     fields = _unpack(_SEAL, SEAL_MAGIC, page)
     if fields is None or (fields[3], fields[4], fields[5], fields[7]) != (*header[:3], header.namespace):
         return None
@@ -100,7 +100,7 @@ _RECORD = struct.Struct("<8sHHIQQ32s16s")
 PAYLOAD_CHECKSUM_AT = _RECORD.size - CHECKSUM_BYTES
 """Offset of the payload's checksum in a record's header."""
 RECORD_HEAD_BYTES = _RECORD.size + LARGEST_KEY_BYTES + CHECKSUM_BYTES
-"""Longest header of a record; the rest of its first page is zeros."""
+"""Size of the longest record header. Zeros fill the rest of the record's first page."""
 
 
 class RecordHeader(NamedTuple):
@@ -115,18 +115,18 @@ class RecordHeader(NamedTuple):
 
     @property
     def is_of(self) -> tuple[int, int, bytes]:
-        """Place that the record was written for."""
+        """Rank, address and namespace that the record was written for."""
         return self.rank, self.address, self.namespace
 
 
 def encode_record(header: RecordHeader) -> bytes:
-    """Header of a record. Zeros fill the rest of its first page."""
+    """Bytes of a record's header. The caller fills the rest of the page with zeros."""
     body = encode_record_body(header)
     return body + checksum(body)
 
 
 def encode_record_body(header: RecordHeader) -> bytes:
-    """Header of a record without its own checksum."""
+    """Bytes of a record's header without the checksum of the header."""
     fields = _RECORD.pack(
         RECORD_MAGIC,
         VERSION,
@@ -141,7 +141,7 @@ def encode_record_body(header: RecordHeader) -> bytes:
 
 
 def decode_record(page: Bytes) -> RecordHeader | None:
-    """None if the header is damaged, of another version, or impossible."""
+    """Header of a record. None if the header is damaged, has another version, or has impossible values."""
     if len(page) < RECORD_HEAD_BYTES:
         return None
     magic, version, key_bytes, rank, address, payload_bytes, namespace, payload_checksum = _RECORD.unpack_from(page)
@@ -156,9 +156,9 @@ def decode_record(page: Bytes) -> RecordHeader | None:
 
 
 def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -> tuple[Failure | None, bytes | None]:
-    """Compare a record as it was read with the expected header, and its payload with its checksum.
+    """Compare the header of a read record with the expected header, and the payload with the checksum in its header.
 
-    Returns the failure, or the payload's checksum. The expected header's payload checksum is not used.
+    Returns the failure, or the payload's checksum. Does not use `expected.payload_checksum`.
     """
     found = decode_record(page)
     if found is None:

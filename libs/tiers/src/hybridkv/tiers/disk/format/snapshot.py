@@ -1,7 +1,7 @@
-"""Bytes of a snapshot of the index: its records, least recently used first. See FORMAT.md.
+"""Byte format of a snapshot of the index: its records, least recently used first. See FORMAT.md.
 
 A snapshot only saves time: loads verify every record, and without a snapshot a start reads the segments. A snapshot of
-a million records takes more than 50 MB, so it is encoded in pieces. Reads and writes no file.
+a million records has more than 50 MB, so it is encoded in pieces. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Snapshot(NamedTuple):
-    """Committed records of a namespace at one moment."""
+    """Committed records of a namespace. May contain effects of changes that were made while the snapshot was read."""
 
     epoch: int
     scan_from: int
-    """Segments with this number or a higher one may hold records that the snapshot lacks."""
+    """First segment number with possibly unlisted records: segments with this or a higher number may hold records that
+    the snapshot lacks."""
     next_number: int
-    """Above the number of every segment."""
+    """Upper bound of segment numbers, exclusive."""
     next_address: int
-    """Above the address of every record. A lower record that is neither listed nor pending is dead."""
+    """Upper bound of record addresses, exclusive. A record below it that is neither listed nor pending is dead."""
     pending: Sequence[int]
-    """Addresses of records that were being written."""
+    """Addresses of records that were still written."""
     keys: Sequence[Key]
     addresses: Sequence[int] | Numbers
     payload_bytes: Sequence[int] | Numbers
 
 
 class Encoding:
-    """Bytes of a snapshot, in pieces: never more than one is in memory."""
+    """Encoder of a snapshot, in pieces: only one piece is in memory at a time."""
 
     def __init__(self, snapshot: Snapshot, namespace: bytes) -> None:
         self._snapshot = snapshot
@@ -64,7 +65,7 @@ class Encoding:
         self._key_bytes = _lengths(snapshot.keys)
         self._blob_bytes = int(self._key_bytes.sum(dtype=np.int64))
         self.checksum = b""
-        """Identity of this snapshot; set once all pieces were taken."""
+        """Checksum that identifies this snapshot. Empty until the last piece was taken."""
 
     @property
     def num_bytes(self) -> int:
@@ -112,14 +113,15 @@ def _lengths(keys: Sequence[Key]) -> npt.NDArray[np.uint16]:
 
 
 def checksum_of(data: bytes) -> bytes:
-    """Identity of a snapshot."""
+    """Checksum at the end of a snapshot; identifies the snapshot."""
     return data[-_CHECKSUM_BYTES:]
 
 
 def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapshot | None:
-    """None if the snapshot is damaged, another namespace's, of another version, or impossible.
+    """Decode a snapshot. None if it is damaged, belongs to another namespace, has another version, or has impossible
+    values.
 
-    Of more than `max_records` records, the least recently used ones are left out.
+    With more than `max_records` records, leaves out the least recently used records.
     """
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:
         return None
@@ -150,19 +152,19 @@ def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapsho
     first = at + 18 * count + int(key_bytes[: kept.start].sum(dtype=np.int64))
     stops = (key_bytes[kept].cumsum(dtype=np.int64) + first).tolist()
     keys = [data[start:stop] for start, stop in pairwise([first, *stops])]
-    # Arrays, because objects for a million numbers take as long as all the rest. Copies, so that `data` can be freed.
+    # Arrays, because a million integer objects would double the time. Copies, so that `data` can be freed.
     columns = (pending.tolist(), keys, addresses[kept].copy(), payload_bytes[kept].copy())
     return Snapshot(epoch, scan_from, next_number, next_address, *columns)
 
 
 def _is_possible_end(epoch: int, scan_from: int, next_number: int, next_address: int) -> bool:
-    """True if a store can have reached these numbers."""
+    """True if these numbers are possible in a store."""
     are_numbers = epoch <= LARGEST_EPOCH and scan_from <= next_number <= LARGEST_NUMBER + 1
     return are_numbers and next_address <= address_of(next_number, 0) and not next_address % PAGE_BYTES
 
 
 def _are_places(addresses: Numbers, payload_bytes: Numbers) -> bool:
-    """`is_place_of` for all."""
+    """True if `is_place_of` is true for all pairs."""
     last_page = np.uint64(LARGEST_SEGMENT_BYTES - PAGE_BYTES)
     offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
     are = (addresses < np.uint64(END_ADDRESS)) & (addresses & np.uint64(PAGE_BYTES - 1) == 0)
@@ -172,6 +174,6 @@ def _are_places(addresses: Numbers, payload_bytes: Numbers) -> bool:
 
 
 def _are_keys(key_bytes: npt.NDArray[np.uint16], blob_bytes: int) -> bool:
-    """True if keys of these lengths fill `blob_bytes`."""
+    """True if these key lengths are valid and their sum is `blob_bytes`."""
     are = (key_bytes > 0) & (key_bytes <= LARGEST_KEY_BYTES)
     return bool(are.all()) and int(key_bytes.sum(dtype=np.int64)) == blob_bytes

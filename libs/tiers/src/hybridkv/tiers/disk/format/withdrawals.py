@@ -1,8 +1,8 @@
-"""Bytes of the two files that withdraw records: the epoch and the quarantine journal. See FORMAT.md.
+"""Byte formats of two files that withdraw records: the epoch and the quarantine journal. See FORMAT.md.
 
-The epoch counts how often a namespace was cleared: segments of another epoch hold nothing. It is stored twice, so that
-one damaged byte loses nothing. A journal entry withdraws every record of a key below an address, so also copies of it
-elsewhere. Reads and writes no file.
+The epoch counts how often a namespace was cleared. Records in segments of another epoch are not offered. The file holds
+the epoch twice, so that one damaged byte loses nothing. A journal entry withdraws all records of a key below an
+address, also copies at other addresses. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encode_epoch(epoch: int, namespace: bytes) -> bytes:
 
 
 def decode_epoch(data: bytes, namespace: bytes) -> int | None:
-    """The epoch; None if both copies are damaged, or of another namespace or version, or too large."""
+    """Epoch of a file. None if both copies are damaged, belong to another namespace or version, or are too large."""
     for start in (0, _EPOCH_COPY_BYTES):
         epoch = _decode_epoch_copy(data[start : start + _EPOCH_COPY_BYTES], namespace)
         if epoch is not None:
@@ -35,7 +35,7 @@ def decode_epoch(data: bytes, namespace: bytes) -> int | None:
 
 
 def next_epoch(epoch: int) -> int:
-    """The next epoch. Epochs are only compared for equality, so the largest is followed by 0."""
+    """Next epoch. 0 follows the largest epoch: epochs are only compared for equality."""
     return epoch + 1 if epoch < LARGEST_EPOCH else 0
 
 
@@ -60,13 +60,13 @@ class JournalEntry(NamedTuple):
 
     key_digest: bytes
     bound: int
-    """Records with a lower address are withdrawn; later ones are not."""
+    """Records with a lower address are withdrawn; other records are not."""
     address: int
-    """Address of the withdrawn record, in a segment that may still hold it."""
+    """Address of the withdrawn record. The bytes may still be there."""
 
 
 def digest_of(key: Key) -> bytes:
-    """16 bytes that stand for a key."""
+    """Digest of a key, 16 bytes."""
     return xxhash.xxh3_128_digest(key, _SEED)
 
 
@@ -81,7 +81,8 @@ def encode_journal_entry(entry: JournalEntry) -> bytes:
 
 
 def decode_journal(data: bytes, namespace: bytes) -> list[JournalEntry] | None:
-    """All entries that are whole and possible; None if the file is not this namespace's journal of this version."""
+    """All entries that are whole and possible. None if the head is damaged, or belongs to another namespace or
+    version."""
     if data[:JOURNAL_HEAD_BYTES] != encode_journal_head(namespace):
         return None
     found = []
@@ -95,12 +96,12 @@ def decode_journal(data: bytes, namespace: bytes) -> list[JournalEntry] | None:
 
 
 def num_journal_entries(data: bytes) -> int:
-    """Number of entries that the file has bytes for, damaged ones included."""
+    """Number of entries in the file, damaged entries included."""
     return max(len(data) - JOURNAL_HEAD_BYTES, 0) // JOURNAL_ENTRY_BYTES
 
 
 class Withdrawals:
-    """Withdrawals in force: the last of each key, at most `max_entries`. The oldest are dropped."""
+    """Current withdrawals: the last one of each key, at most `max_entries`. The oldest are dropped."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -110,7 +111,7 @@ class Withdrawals:
         return len(self._entries)
 
     def add(self, entry: JournalEntry) -> int:
-        """Number of entries dropped to make room."""
+        """Add a withdrawal. Returns the number of dropped withdrawals, 0 or 1."""
         self._entries.pop(entry.key_digest, None)
         self._entries[entry.key_digest] = entry
         if len(self._entries) <= self._max_entries:

@@ -1,1 +1,1 @@
-"""Tables of an index: records, segments, and the log of changes to them."""
+"""Tables of an index: records, segments, and the log of changes to the records."""

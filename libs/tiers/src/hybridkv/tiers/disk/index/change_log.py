@@ -1,7 +1,6 @@
-"""Changes to the records since the last snapshot: the queue from the index's thread, and the file that they are
-appended to.
+"""Changes to the records since the last snapshot: a queue from the index's thread, and the file of changes.
 
-The queue is bounded: when it overflows it is discarded, and a snapshot replaces it.
+The queue is bounded. On overflow all queued changes are discarded, and a new snapshot replaces them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.files.directory import Directory, write_all
 
 MAX_WAITING = 1 << 17
-"""Largest number of queued changes, about 20 MB. If a batch is written every second, it bounds changes per second."""
+"""Largest number of queued changes, about 20 MB. With one batch a second, this limits the changes per second."""
 MAX_USES_IN_A_BATCH = 1 << 14
-"""Number of uses that a batch keeps: the last ones. Dropped earlier uses do not move their records in the order."""
+"""Largest number of uses in a batch; earlier uses are dropped. A dropped use does not change the LRU order on disk."""
 
 
 class SnapshotCancelledError(Exception):
@@ -29,38 +28,37 @@ class SnapshotCancelledError(Exception):
 
 
 class Cut:
-    """Position of a planned snapshot in the queue. Later changes belong to the file that follows that snapshot."""
+    """Position of a planned snapshot in the queue. Later changes go to the file of changes of that snapshot."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
 
     def require_wanted(self) -> None:
-        """Any thread may cancel; the writer of the snapshot calls this from time to time."""
+        """`SnapshotCancelledError` if a thread has set `is_cancelled`. The writer of the snapshot calls this often."""
         if self.is_cancelled:
             raise SnapshotCancelledError
 
 
 class Gap:
-    """Changes are missing here. Later ones may not be appended to earlier ones."""
+    """Mark for missing changes. Later changes may not be appended to earlier changes."""
 
 
 _Waiting: TypeAlias = Change | int | Cut | Gap
 
 
 class ChangeLog:
-    """Queue of changes of one index. All calls but `take` and `skip_to` are made in the index's thread."""
+    """Queue of changes of one index. Only `take` and `skip_to` run in the janitor's thread."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
-        # An int is the address of a used record. Each thread works on one end; `clear` leaves an empty queue.
+        # An int is the address of a used record. Each thread works on one end of the deque.
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
         self.is_scheduled = False
-        """A task will take the queue. The taker resets it first."""
+        """True if a task is queued that calls `take`. `take` resets it first."""
 
     @property
     def is_waiting(self) -> bool:
-        """True if the queue is not empty."""
         return bool(self._waiting)
 
     def reserved(self, address: int, payload_bytes: int) -> None:
@@ -76,18 +74,18 @@ class ChangeLog:
         self._add(Gone(address))
 
     def used(self, addresses: Iterable[int]) -> None:
-        """Uses, in order. Some may be dropped, so they fill half of the queue at most."""
+        """Queue uses, in order. Drops the uses if the queue is half full: lost uses need no new snapshot."""
         if len(self._waiting) < self._max_waiting // 2 and not self._is_closed:
             self._waiting.extend(addresses)
 
     def cut(self) -> Cut:
-        """Position for a snapshot that is planned now."""
+        """Mark the position of a snapshot that is planned now."""
         cut = Cut()
         self._waiting.append(cut)
         return cut
 
     def drop_until_snapshot(self) -> None:
-        """Drop the queue. Nothing is written before the next snapshot."""
+        """Drop the queue. No changes are written before the next snapshot."""
         self._waiting.clear()
         self._waiting.append(Gap())
 
@@ -105,7 +103,7 @@ class ChangeLog:
     # In the janitor's thread.
 
     def take(self) -> tuple[list[Change], bool]:
-        """Changes up to the next cut, without superseded uses; and whether they follow a gap."""
+        """Take the changes up to the next cut, without superseded uses. The bool is True if they follow a gap."""
         self.is_scheduled = False
         taken: list[Change | int] = []
         has_gap = False
@@ -122,7 +120,7 @@ class ChangeLog:
         return _last_uses(taken), has_gap
 
     def skip_to(self, cut: Cut) -> bool:
-        """Drop the changes that a snapshot covers. False if later ones are missing."""
+        """Drop the changes before the cut: the snapshot covers them. False if the cut is gone, or a gap comes first."""
         while self._waiting:
             first = self._pop()
             if first is cut:
@@ -135,12 +133,12 @@ class ChangeLog:
     def _pop(self) -> _Waiting | None:
         try:
             return self._waiting.popleft()
-        except IndexError:  # dropped at this moment
+        except IndexError:  # the other thread has just cleared the queue
             return None
 
 
 def _last_uses(taken: list[Change | int]) -> list[Change]:
-    """Keep only the last use of each address, and only the last uses."""
+    """Keep only the last use of each address, and at most `MAX_USES_IN_A_BATCH` uses."""
     seen: set[int] = set()
     kept: list[Change] = []
     for change in reversed(taken):
@@ -156,15 +154,16 @@ def _last_uses(taken: list[Change | int]) -> list[Change]:
 class ChangesFile:
     """File of changes since the current snapshot. Used in the janitor's thread.
 
-    Append only. After a failure it still holds the first changes since the snapshot, without gaps; the next snapshot
+    Append only. After a failure the file still holds the first changes since the snapshot, without gaps. Each snapshot
     begins a new file.
 
     Args:
         log: source of the changes.
-        options: when to sync.
-        max_bytes: of the file. At half of it a snapshot is wanted; beyond it nothing is appended.
-        clock: seconds.
-        found: a whole file found at the start, to be continued.
+        options: policy for syncs.
+        max_bytes: size limit of the file. Above half of it, `append` requests a snapshot; beyond it, nothing is
+            appended.
+        clock: time in seconds.
+        found: whole file found at the start; new changes are appended to this file. None: no file.
     """
 
     def __init__(
@@ -184,9 +183,9 @@ class ChangesFile:
         """Checksum of the last batch, written or not; None if there is no file to append to."""
         self._end_offset = 0 if found is None else found.end_offset
         self._unwritten = b""
-        """Batches that the file lacks."""
+        """Encoded batches that are not in the file yet."""
         self.has_unwritten = False
-        """A write failed. Trying again may help, even without new changes."""
+        """True if a write failed. A retry may succeed, even without new changes."""
         self._synced_s = clock()
 
     @property
@@ -195,8 +194,8 @@ class ChangesFile:
         return self._seal is not None
 
     def append(self, directory: Directory) -> bool:
-        """Write queued changes up to the next cut. True if a snapshot is wanted. After an `OSError`, call it again
-        later."""
+        """Write queued changes up to the next cut. True if a snapshot should be written. After an `OSError`, call
+        `append` again later."""
         taken, has_gap = self._log.take()
         if has_gap:
             self._give_up()
@@ -214,7 +213,7 @@ class ChangesFile:
         return self._end_offset > self._max_bytes // 2
 
     def miss(self) -> None:
-        """A scheduled batch was not written."""
+        """Allow the next batch: a scheduled batch was not written."""
         self._log.is_scheduled = False
 
     def _write(self, directory: Directory) -> None:
@@ -242,7 +241,8 @@ class ChangesFile:
         return self._fsync is Fsync.ALWAYS
 
     def begin(self, directory: Directory, namespace: bytes, base: bytes, cut: Cut) -> None:
-        """Begin a new file after the snapshot with the checksum `base`, planned at `cut`."""
+        """Begin a new file for the snapshot with checksum `base`, planned at `cut`. Begins no file if changes after the
+        cut are missing or too many."""
         self._give_up()
         if not self._log.skip_to(cut):
             return

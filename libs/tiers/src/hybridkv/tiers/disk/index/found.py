@@ -1,4 +1,4 @@
-"""Records found at a start, as columns: there may be millions, too many for an object each."""
+"""Records found at a start, as columns: a store may have millions of records, too many for one object each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridkv.tiers.disk.format.snapshot import Numbers
 
 
 class FoundRecord(NamedTuple):
-    """A record that may be offered."""
+    """One record that may be offered."""
 
     key: Key
     address: int
@@ -24,9 +24,9 @@ class FoundRecords:
     """Records by key, least recently used first.
 
     Args:
-        keys: of the initial records. Of equal keys the last one counts.
-        addresses: of these.
-        payload_bytes: of these.
+        keys: keys of the initial records. If a key occurs twice, the last record counts.
+        addresses: addresses of the initial records.
+        payload_bytes: payload sizes of the initial records.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class FoundRecords:
         self._addresses = np.asarray(addresses, dtype=np.uint64)
         self._payload_bytes = np.asarray(payload_bytes, dtype=np.uint64)
         self._added: list[tuple[int, int]] = []
-        """Address and payload bytes of records added later. They follow the initial ones in the columns."""
+        """Address and payload bytes of records added later. In positions, these follow the initial records."""
 
     @cached_property
     def _place_of(self) -> dict[Key, int]:
-        """Built on first use: after a clean end no key is queried, and a million keys take long."""
+        """Position of each key in the columns. Built on first use: a million keys take long, and a start after a clean
+        end queries no key."""
         return dict(zip(self._known, range(len(self._known)), strict=True))
 
     def __len__(self) -> int:
@@ -57,17 +58,17 @@ class FoundRecords:
         return None if place is None else FoundRecord(key, *self._at(place))
 
     def put(self, record: FoundRecord) -> None:
-        """Add the most recently used record, in place of another one with its key."""
+        """Add a record as the most recently used one. Replaces a record with the same key."""
         self._place_of.pop(record.key, None)
         self.replace(record)
 
     def replace(self, record: FoundRecord) -> None:
-        """Replace the record with this key; its place in the order stays."""
+        """Replace the record with the same key. Its place in the LRU order does not change."""
         self._place_of[record.key] = len(self._addresses) + len(self._added)
         self._added.append((record.address, record.payload_bytes))
 
     def use(self, key: Key) -> None:
-        """Make a present record the most recently used one."""
+        """Make the record of this key the most recently used one."""
         self._place_of[key] = self._place_of.pop(key)
 
     def remove(self, key: Key) -> None:
@@ -78,7 +79,7 @@ class FoundRecords:
         return map(FoundRecord, keys, addresses.tolist(), payload_bytes.tolist())
 
     def columns_as_known(self) -> tuple[Sequence[Key], Numbers, Numbers] | None:
-        """`columns`, if no key was queried yet. Keys may then occur twice."""
+        """`columns` if no key was queried yet, else None. A key may occur twice."""
         if "_place_of" in vars(self):
             return None
         return self._known, self._addresses, self._payload_bytes

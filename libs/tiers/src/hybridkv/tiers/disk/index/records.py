@@ -1,7 +1,7 @@
-"""Records of a disk tier: each has an address in a segment and a place in the LRU order.
+"""Records of a disk tier: each has an address in a segment and a position in the LRU order.
 
-The table itself is C++ (`csrc/ledger`); this module also counts segments and feeds the change log. It knows no file,
-and decides neither where a record goes nor when one is evicted.
+The table itself is C++ (`csrc/ledger`); this module also updates the segment table and the change log. It touches no
+file, and decides neither the address of a record nor the time of an eviction.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hybridkv.tiers.ledger import Entry, KeyState
 from hybridkv.tiers.native import RecordLedger
 
 MAX_SIZES = 1024
-"""Payload sizes with a cached cost: all records of one cost then share one number."""
+"""Number of payload sizes with a cached cost. Records with the same payload size share one integer object."""
 
 cost_of = lru_cache(MAX_SIZES)(record_bytes)
-"""Size of a record in its segment, given the payload's."""
+"""Size of a record in its segment, from the size of its payload."""
 
 
 class Record(Entry):
-    """Record of one key. Other threads may read everything but `num_pins` at any time."""
+    """Copy of the record of one key, made by `RecordTable`."""
 
     key: Key
     address: int
@@ -62,20 +62,19 @@ _ADDRESS_BYTES = 8
 
 
 class RecordTable:
-    """All records of a namespace: the calls of a `TierIndex`, and those of maintenance.
+    """All records of a namespace, with the calls of a `TierIndex` and calls for maintenance.
 
-    `find`, `reserved`, `in_use` (reserved or pinned) and `movable_in` (committed and unpinned, in the order of
-    addresses) return copies. `why_not`, `make_room` and `reserve` are the steps of a reservation; between them the
-    caller finds room in segments. `withdraw` is `invalidate` and returns the record. `relocate` moves a committed,
-    unpinned record to another address. `close` refuses later reservations. `restore` takes over the records that
-    recovery found.
+    `find`, `reserved`, `in_use` (reserved or pinned) and `movable_in` (committed and unpinned, by address) return
+    copies. `why_not`, `make_room` and `reserve` are the steps of a reservation; the caller checks the room in segments
+    between these steps. `withdraw` is `invalidate` and returns the record. `relocate` moves a committed, unpinned
+    record to another address. `close` refuses later reservations. `restore` adds the records that recovery found.
     """
 
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:
         self._segments = segments
         self.log = log
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
-        # Random, so that prompts cannot be chosen to collide in the hash table.
+        # Random, so that an attacker cannot choose prompts that collide in the hash table.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
         try:
             self._ledger: _Ledger = RecordLedger(
@@ -102,7 +101,7 @@ class RecordTable:
         self.eviction_order = ledger.eviction_order
         self.close = ledger.refuse_all
         self._surplus: list[FoundRecord] = []
-        """Records found at the start that exceed `max_keys`; evicted by the first `make_room`."""
+        """Records found at the start beyond `max_keys`. The first `make_room` evicts these records."""
 
     # Queries.
 
@@ -203,7 +202,7 @@ class RecordTable:
         self.log.gone(record.address)
         self._segments.change_live(record.address, -record.cost)
 
-    # Life of a key.
+    # Life cycle of a key.
 
     def commit(self, key: Key) -> bool:
         return self.commit_all((key,))[0]
@@ -308,7 +307,7 @@ class RecordTable:
         assert is_all, "each key is there once"
 
     def _take_in(self, keys: Sequence[Key], addresses: Numbers, payload_bytes: Numbers) -> bool:
-        """False, with nothing taken, if a key occurs twice."""
+        """Add records. False, and no record added, if a key occurs twice."""
         num_restored = self._ledger.restore(keys, addresses.tobytes(), payload_bytes.tobytes())
         if num_restored < len(keys):
             self._ledger.forget_all()
@@ -330,7 +329,7 @@ def _record(key: Key, address: int, payload_bytes: int, state: KeyState, num_pin
 
 
 def _by_segment(addresses: bytes) -> Iterable[tuple[int, int]]:
-    """An address in each segment of these, and their number there."""
+    """For each segment with some of these addresses: one address in the segment, and the number of addresses there."""
     if len(addresses) == _ADDRESS_BYTES:
         return ((int.from_bytes(addresses, sys.byteorder), 1),)
     each = np.frombuffer(addresses, np.uint64)

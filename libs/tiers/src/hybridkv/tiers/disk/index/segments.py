@@ -1,8 +1,8 @@
-"""Segments of a namespace: which exist, how much of each is live, and where the next record goes.
+"""Segments of a namespace: stage and live bytes of each segment, and the address of the next record.
 
-Records, compaction's copies included, are appended to one open segment, so a higher address was always given out later.
-Segments that wait for something stand in tables of their own, so that no call scans all segments: code that changes a
-segment calls `refile`. Knows neither states of keys nor files.
+All records, copies by compaction included, are appended to one open segment, so a higher address was always assigned
+later. Extra tables list the segments for each kind of work, so that no call scans all segments: code that changes a
+segment calls `refile`. Contains no states of keys, and touches no files.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.options import DiskSizes
 
 FEWEST_BEFORE_CLEANING = 64
-"""Stale heap entries that are kept, beside two for each segment, before a cleanup."""
+"""Heap entries that are kept before a cleanup, in addition to two for each segment."""
 
 
 class SegmentHeap:
-    """Segments by live bytes: a heap with lazy deletion.
+    """Heap of segments by live bytes, with lazy deletion.
 
-    A changed segment gets a new entry before the next query; stale entries are skipped when they come up.
+    A changed segment gets a new entry before the next query. Queries skip stale entries.
     """
 
     def __init__(self, by_number: Mapping[int, Segment]) -> None:
@@ -32,11 +32,11 @@ class SegmentHeap:
         self._changed: set[int] = set()
 
     def changed(self, number: int) -> None:
-        """A segment is new or changed."""
+        """Mark a segment as new or changed."""
         self._changed.add(number)
 
     def cheapest(self) -> Segment | None:
-        """Candidate with the fewest live bytes, None if there is none."""
+        """Candidate with the fewest live bytes; None without candidates."""
         self._take_in()
         while self._heap:
             live_bytes, number = self._heap[0]
@@ -58,21 +58,21 @@ class SegmentHeap:
 
 
 class SegmentStage(enum.Enum):
-    """Stage in a segment's life."""
+    """Stage of a segment's life cycle."""
 
     READY = "ready"
     OPEN = "open"
     FULL = "full"
     LEAVING = "leaving"
-    """Being deleted."""
+    """A chore deletes the segment."""
     STUCK = "stuck"
-    """Empty, but could not be deleted. Left alone for a while, its space taken."""
+    """Without live records, but could not be deleted. Uses space. The deletion is retried after a backoff."""
     UNAVAILABLE = "unavailable"
-    """A file could not be opened at the start. Left alone, its space taken, until a later start can open it."""
+    """A file could not be opened at the start. Uses space, and is not touched until a later start can open it."""
 
 
 class Segment:
-    """One segment, the same on all ranks."""
+    """One segment: a file on each rank, with the same layout."""
 
     __slots__ = (
         "end_offset",
@@ -96,22 +96,22 @@ class Segment:
         self.stage = SegmentStage.READY
         self.end_offset = SEGMENT_HEAD_BYTES
         self.live_bytes = 0
-        """Bytes of known records."""
+        """Bytes of records that are not yet freed."""
         self.num_used = 0
-        """Records that are pinned, reserved, or target of a copy: the segment must stay."""
+        """Number of records that are pinned, reserved, or the target of a copy: the segment must stay."""
         self.num_written = 0
-        """Of these, records that may still be written."""
+        """Number of records that are reserved or the target of a copy, and may still be written."""
         self.is_moving = False
-        """Its records are being copied away."""
+        """True while compaction copies the records to another segment."""
         self.is_lost = False
-        """Its files are missing."""
+        """True if the files are missing."""
         self.is_sealed = False
         self.may_be_sealed = True
-        """False after an interrupted copy into it: it may hold a torn record."""
+        """False if the segment may hold a torn record, for example after an interrupted copy into it."""
 
     @property
     def is_candidate(self) -> bool:
-        """True if compaction may take it: full and unused."""
+        """True if compaction may choose this segment: full and unused."""
         return self.stage is SegmentStage.FULL and not (self.num_used or self.is_moving)
 
     @property
@@ -131,24 +131,25 @@ class SegmentTable:
         self.open: Segment | None = None
         self.ready: deque[Segment] = deque()
         self.allocated_bytes = 0
-        """On all ranks, including segments being created or deleted."""
+        """Size of all segments on all ranks, including segments that are created or deleted now."""
         self.num_leaving = 0
         self.limit_bytes = sizes.data_bytes
-        """Lower than `data_bytes` while the file system is full or other namespaces take more."""
+        """Limit of `allocated_bytes`. Lower than `data_bytes` while the file system is full or other namespaces leave
+        less space."""
         self.revision = 0
-        """Changes whenever file work may be due."""
+        """Number that changes whenever file work may be due."""
         self.largest_bytes = sizes.segment_bytes
-        """Largest segment so far; an earlier start may have had another capacity."""
+        """Size of the largest segment so far; an earlier start may have had another segment size."""
         self.dead: dict[int, Segment] = {}
-        """By number, segments without records."""
+        """Full, unused segments without live bytes, by number."""
         self.sealable: dict[int, Segment] = {}
         self.unavailable: dict[int, Segment] = {}
         self.stuck: dict[int, Segment] = {}
         self.written: dict[int, Segment] = {}
-        """Segments that may still be written to."""
+        """Segments with records that may still be written."""
         self.candidates = SegmentHeap(self.by_number)
         self.lacks_candidate = False
-        """The last query for a candidate found none."""
+        """True if the last query for a candidate found none."""
 
     def add(self, segment: Segment) -> None:
         """Add a segment that is on disk."""
@@ -181,32 +182,33 @@ class SegmentTable:
         return self.by_number[number_of(address)]
 
     def free_number(self) -> int:
-        """Next number without a file. `LARGEST_NUMBER` + 1 if there is none."""
+        """Next unused segment number; above `LARGEST_NUMBER` if all numbers are used."""
         while self.next_number in self.by_number:
             self.next_number += 1
         return self.next_number
 
     def take_number(self) -> None:
-        """Use up this number."""
+        """Mark the present `next_number` as used."""
         self.next_number = min(self.next_number, LARGEST_NUMBER) + 1
 
     @property
     def num_creatable(self) -> int:
-        """Number of segments that fit into the limit."""
+        """Number of new segments that fit into the limit."""
         room_bytes = self.limit_bytes - self.allocated_bytes
         return max(room_bytes // (self._sizes.segment_bytes * self._sizes.num_ranks), 0)
 
     @property
     def next_address(self) -> int:
-        """Above the address of every record."""
+        """Upper bound of record addresses, exclusive."""
         if self.open is not None:
             return address_of(self.open.number, self.open.end_offset)
         return address_of(self.ready[0].number if self.ready else self.next_number, 0)
 
     def has_room(self, cost: int, may_take_last: bool) -> bool:
-        """True if a record can be appended now.
+        """True if a record of `cost` bytes can be appended now.
 
-        The last empty segment is reserved for compaction, which makes room again; only it sets `may_take_last`.
+        The last empty segment is reserved for compaction, because compaction frees segments; only compaction sets
+        `may_take_last`.
         """
         if self.open is not None and self.open.end_offset + cost <= self.open.segment_bytes:
             return True
@@ -215,7 +217,7 @@ class SegmentTable:
         return may_take_last or len(self.ready) + self.num_creatable + self.num_leaving >= 2
 
     def append(self, cost: int) -> int:
-        """Address of a new record. The caller checked that there is room."""
+        """Append a record and return its address. The caller must check `has_room` first."""
         if self.open is None or self.open.end_offset + cost > self.open.segment_bytes:
             self.close_open()
             self.open = self.ready.popleft()
@@ -227,24 +229,24 @@ class SegmentTable:
         return address
 
     def change_live(self, address: int, num_bytes: int) -> None:
-        """A record at this address was added or, with negative bytes, removed."""
+        """Change the live bytes of the segment at this address: a record was added or, with negative bytes, removed."""
         segment = self.of(address)
         segment.live_bytes += num_bytes
         if segment is self.open:
-            return  # the open segment stands in no other table
+            return  # the open segment is in no other table
         if not segment.live_bytes or segment.number in self.dead:
             self.refile(segment)
         else:
             self.candidates.changed(segment.number)
 
     def forget_records(self) -> None:
-        """No segment holds live records."""
+        """Set the live bytes of all segments to 0."""
         for segment in self.by_number.values():
             segment.live_bytes = 0
             self.refile(segment)
 
     def hold(self, address: int, is_writing: bool, count: int = 1) -> None:
-        """A record got a reader or a writer; `count` records in its segment did."""
+        """Count `count` records with a new reader or writer, in the segment of this address."""
         segment = self.of(address)
         segment.num_used += count
         if is_writing:
@@ -263,7 +265,7 @@ class SegmentTable:
             return
         if (is_writing and not segment.num_written) or not (segment.num_used or segment.live_bytes):
             self.refile(segment)
-        elif not segment.num_used:  # the last reader left; nothing else changed
+        elif not segment.num_used:  # the last reader has ended; nothing else changed
             self.candidates.changed(segment.number)
             self.revision += self.lacks_candidate
 

@@ -1,6 +1,6 @@
-"""Records of an index for a snapshot, read while the index goes on. Reads and writes no file.
+"""Records of an index for a snapshot, read while the index continues to work. Reads and writes no file.
 
-For a million records it copies keys and columns of numbers: 80 MB.
+Copies keys and columns of numbers: 80 MB for a million records.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 Lengths: TypeAlias = npt.NDArray[np.uint16]
 
 _LIST_BITS = 32
-"""A place is the number of a piece times 2^32, plus an offset in it."""
+"""Place of a key: number of the piece times 2^32, plus the offset in the piece."""
 
 
 class CopiedKeys(Sequence[Key]):
-    """Keys in a few large pieces of bytes; objects are made for one slice at a time."""
+    """Keys in a few large pieces of bytes. Creates key objects for one slice at a time."""
 
     def __init__(self, pieces_of_keys: Sequence[bytes], places: Numbers, lengths: Lengths) -> None:
         self._pieces, self._places, self._lengths = pieces_of_keys, places, lengths
@@ -69,17 +69,18 @@ class RecordColumns(NamedTuple):
 
 
 class WalkedSource(NamedTuple):
-    """Walk over the native ledger, begun when the snapshot was planned; read in the janitor's thread.
+    """Walk over the native ledger: begun when the snapshot is planned, read in the janitor's thread.
 
-    Each record is read in its present state: it is committed, at an address that the snapshot covers or a later one.
-    The walk often yields to the index's thread.
+    Reads each record in its present state: committed, at an address that the snapshot covers or at a later address. The
+    walk often yields to the index's thread.
     """
 
     ledger: RecordLedger[Any, Any, Any, Any]
     number: int
 
     def committed(self, cut: Cut) -> RecordColumns:
-        """Committed records. `SnapshotCancelledError` if the snapshot of this cut was cancelled."""
+        """Committed records, least recently used first. `SnapshotCancelledError` if the snapshot of this cut was
+        cancelled, or the ledger ended the walk."""
         keys, columns = [], []
         goes_on = True
         while goes_on:

@@ -1,1 +1,1 @@
-"""Maintenance: file work of an index, planned in its thread and run in the janitor's."""
+"""Maintenance: file work of an index, planned in the index's thread and run in the janitor's thread."""

@@ -1,7 +1,8 @@
-"""Chores: units of file work, and the state of a store that all kinds of them share.
+"""Chores: units of file work, and the state of a store that all kinds of chores share.
 
 A `Chore` is a frozen value that runs in the janitor's thread and touches only files. A `ChoreKind` plans chores and
-applies their results in the index's thread, and touches only tables. The other modules of this package hold the kinds.
+applies their results in the index's thread, and touches only tables. The other modules of this package define the
+kinds.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class StoreFiles(NamedTuple):
 
 
 class Chore(Generic[ValueT]):
-    """Frozen value. Its class name, in lower case, names the work in counts and log."""
+    """One unit of file work: a frozen value. The class name in lower case names the work in counts and logs."""
 
     __slots__ = ()
 
     needs_own: ClassVar[bool] = True
-    """It writes or deletes in the directory, which must still be this engine's."""
+    """True if the chore writes or deletes in the directory: `Namespace.require_own` is called first."""
 
     def run(self, files: StoreFiles) -> ValueT:
-        """Runs in the janitor's thread. Raises `OSError`s of the system."""
+        """Do the work, in the janitor's thread. May raise `OSError`."""
         raise NotImplementedError
 
     def fail(self, files: StoreFiles) -> None:
-        """Called in the janitor's thread if the chore did not finish, or did not begin."""
+        """Called in the janitor's thread if `run` or the check before `run` raised."""
 
 
 class Ending(NamedTuple, Generic[ValueT]):
@@ -63,12 +64,12 @@ class Ending(NamedTuple, Generic[ValueT]):
 
 
 def run(chore: Chore[ValueT], files: StoreFiles) -> Ending[ValueT]:
-    """Never raises."""
+    """Run a chore in the janitor's thread. Never raises: an error is part of the result."""
     try:
         if chore.needs_own:
             files.namespace.require_own()
         return Ending(chore.run(files), None)
-    except Exception as error:  # the thread of the janitor must not end
+    except Exception as error:  # the janitor's thread must not end
         chore.fail(files)
         if not isinstance(error, OSError):
             logger.exception("bug in the file work of the disk tier")
@@ -76,7 +77,7 @@ def run(chore: Chore[ValueT], files: StoreFiles) -> Ending[ValueT]:
 
 
 class Retries:
-    """Backoff after failures, `retry_interval_s` long, for a kind of chore or for one segment by number."""
+    """Backoffs after failures, `retry_interval_s` long: for a kind of chore, or for one segment by number."""
 
     def __init__(self, path: str, retry_interval_s: float, clock: Callable[[], float], tally: DiskTally) -> None:
         self._path = path
@@ -92,11 +93,12 @@ class Retries:
 
     @property
     def next_retry_s(self) -> float:
-        """End of the first backoff."""
+        """Time at which the earliest backoff ends; infinity if there is none."""
         return min(self._until_s.values(), default=float("inf"))
 
     def failed(self, kind: type[Chore[Any]], error: Exception, numbers: Iterable[int] = ()) -> None:
-        """With `numbers`, only these segments back off, and the kind continues with others."""
+        """Start a backoff of the kind, and log a new problem once. With `numbers`, only these segments back off, and
+        the kind continues with other segments."""
         number = getattr(error, "errno", None) or 0
         problem = f"{kind.__name__.lower()}: {errno.errorcode.get(number, type(error).__name__)}"
         self._tally.fail(problem)
@@ -107,16 +109,17 @@ class Retries:
             logger.warning("disk tier in %s: %s: %s", self._path, problem, error)
 
     def end(self, kind: type[Chore[Any]]) -> None:
-        """End the backoff early, because conditions changed. Only once until the kind succeeds."""
+        """End the backoff early, because conditions changed. Works only once until the kind succeeds."""
         if kind not in self._ended_early and self._until_s.pop(kind, None) is not None:
             self._ended_early.add(kind)
 
     def forget(self, number: int) -> None:
-        """The segment is gone."""
+        """End the backoff of a deleted segment."""
         self._until_s.pop(number, None)
 
     def succeeded(self, kind: type[Chore[Any]], is_all_well: bool = True) -> None:
-        """`is_all_well`: and none of its segments backs off."""
+        """End the backoff of the kind. `is_all_well`: True if no segment backs off either; then logs the end of the
+        kind's problems."""
         self._until_s.pop(kind, None)
         self._ended_early.discard(kind)
         if not is_all_well:
@@ -134,15 +137,15 @@ class Tables(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """Number of the present epoch. Segments of another one hold nothing."""
+    """Present epoch. Records in segments of another epoch are not offered."""
 
     number: int
     is_written: bool
-    """It is on disk. Until then, no file that names it may be written."""
+    """True if the epoch is on disk. Before that, no file may contain this epoch."""
 
 
 class StoreState:
-    """State of one store, beside its tables. Used in the index's thread only."""
+    """State of one store: options, tables, files, epoch, backoffs. Used in the index's thread only."""
 
     def __init__(
         self,
@@ -162,17 +165,18 @@ class StoreState:
         self.retries = Retries(files.namespace.root.path, options.retry_interval_s, clock, self.tally)
         self.epoch, self.is_epoch_written = epoch
         self.is_snapshot_wanted = not files.changes.is_begun
-        """The files on disk are incomplete: the last snapshot failed, or changes cannot be appended to it."""
+        """True if snapshot and changes on disk are incomplete: the last snapshot failed, or no changes can be appended
+        to the file of changes."""
         self.is_lost = False
-        """A file that should exist may be missing: it or its directory may have been removed."""
+        """True if a file may be missing: the file or its directory may have been removed."""
         self.is_taken = False
-        """Another engine has the namespace, or had it: no more file work, no more stores."""
+        """True if another engine has or had the namespace open: no more file work, no more stores."""
 
     def note(
         self, kind: type[Chore[Any]], error: Exception | None, stuck: tuple[int, ...] = (), is_all_well: bool = True
     ) -> None:
-        """A chore ended. `stuck`: only these segments failed, and others may be tried. `is_all_well`: no segment is
-        stuck."""
+        """Update backoffs and flags after the end of a chore. `stuck`: only these segments failed, and other segments
+        may be tried. `is_all_well`: no segment is stuck."""
         if error is None:
             self.retries.succeeded(kind, is_all_well)
             return
@@ -196,20 +200,20 @@ class ChoreKind(Generic[ChoreT, ValueT]):
     """One kind of file work of an index. Used in the index's thread only; touches no file."""
 
     makes_room: ClassVar[bool] = False
-    """The end of a chore may allow a store that was impossible before."""
+    """True if the end of a chore may free space for a store."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
     def plan(self) -> AnyDueChore | None:
-        """The next chore, None if there is none. The caller checks the backoff, unless `plan` does."""
+        """Next chore, None if there is none. `plan` may ignore the backoff: then the caller checks it."""
         raise NotImplementedError
 
     def started(self, chore: ChoreT) -> None:
-        """The chore was started, or has run already."""
+        """Called after the janitor accepted the planned chore, which may have run already."""
 
     def refused(self, chore: ChoreT) -> None:
-        """The janitor did not accept the planned chore."""
+        """Called if the janitor refused the planned chore."""
 
     def ended(self, chore: ChoreT, ending: Ending[ValueT]) -> None:
         """Apply the result to the tables."""
@@ -217,11 +221,11 @@ class ChoreKind(Generic[ChoreT, ValueT]):
         self.apply(chore, ending)
 
     def apply(self, chore: ChoreT, ending: Ending[ValueT]) -> None:
-        """`ended` without the bookkeeping of failures."""
+        """Apply the result to the tables. Called by `ended`, after `StoreState.note`."""
 
 
 class DueChore(NamedTuple, Generic[ChoreT, ValueT]):
-    """A due chore and its kind."""
+    """Due chore and its kind."""
 
     kind: ChoreKind[ChoreT, ValueT]
     chore: ChoreT

@@ -1,8 +1,8 @@
-"""Compaction: frees a segment by copying its live records, after evicting records if copying is not worth it.
+"""Compaction: copies the live records of a segment to other segments, so that the segment can be deleted.
 
-Chooses the segment with the fewest live bytes if copying them is worth it; else evicts least recently used records
-until one is, at most about two segments' worth. Records that are pinned, reserved, or deleted pending unpin hold their
-segment.
+Chooses the segment with the fewest live bytes, if at most `COMPACTION_SHARE` of it is live. Otherwise first evicts
+least recently used records until a segment qualifies: at most about two segments' size. A segment with pinned, reserved
+or deleted records is never chosen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter
 from hybridkv.tiers.ledger import KeyState
 
 COMPACTION_SHARE = 0.75
-"""Largest share of live bytes of a segment that is copied. It bounds write amplification to 1 / (1 - share)."""
+"""Largest share of live bytes in a segment that is copied. Limits the write amplification to 1 / (1 - share)."""
 
 
 class Compaction:
@@ -40,14 +40,14 @@ class Compaction:
         self._records = records
 
     def victim(self) -> Segment | None:
-        """Segment to copy away, after evictions if needed. None if every segment is in use."""
+        """Segment to free, after evictions if needed. None if every segment is in use."""
         cheapest = self.cheapest()
         if cheapest is not None and not self._is_worth_copying(cheapest):
             self._evict_until_worth_copying(cheapest)
         return self.cheapest()
 
     def relocations(self, victim: Segment) -> tuple[Relocation, ...]:
-        """Live records of the victim, with new addresses for as many as fit into the open and empty segments."""
+        """Copies of the victim's live records, with new addresses; as many as fit into the open and empty segments."""
         relocations = []
         for record in self._records.movable_in(victim):
             if not self._segments.has_room(record.cost, may_take_last=True):
@@ -59,7 +59,7 @@ class Compaction:
         return tuple(relocations)
 
     def empty(self, victim: Segment) -> None:
-        """Evict all records of a segment."""
+        """Evict all committed, unpinned records of a segment."""
         for record in self._records.movable_in(victim):
             self._records.evict(record.key)
 
@@ -100,8 +100,8 @@ class Copy(Chore[Copied]):
 
 
 class SegmentCopier(ChoreKind[Copy, Copied]):
-    """Copies live records out of a segment. If no record can be copied, evicts them for `dropper`; unreadable ones go
-    to `journal`."""
+    """Copies live records of a segment to other segments. If there is no room for copies, evicts the records, and
+    `dropper` deletes the segment. Quarantines damaged records in `journal`."""
 
     makes_room = True
 
@@ -112,7 +112,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         self._journal = journal
         self.compaction = Compaction(state.segments, state.records)
         self.copying: tuple[Relocation, ...] = ()
-        """Records that are being copied."""
+        """Copies of the running chore."""
 
     @property
     def is_due(self) -> bool:
@@ -130,7 +130,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         return self._maker.helps_to_drop
 
     def plan(self) -> AnyDueChore | None:
-        """May also return a deletion, if no live record is left to copy."""
+        """Next copy, or a deletion if no live record is left to copy."""
         segments = self._state.segments
         if not self._may_copy():
             return None
@@ -166,7 +166,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         self._finish(chore, ending.value or [])
 
     def _finish(self, chore: Copy, copied: Copied) -> None:
-        """`copied`: empty if the copy was interrupted."""
+        """Apply a copy to the tables. `copied`: empty if the copy failed as a whole, or was refused."""
         segments = self._state.segments
         for relocation in chore.relocations:
             segments.release(relocation.new_address, is_writing=True)
@@ -183,7 +183,8 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         segments.refile(source)
 
     def _is_moved(self, relocation: Relocation, reason: FailureReason | None) -> bool:
-        """Move the record to its copy in the tables. False if it cannot be moved."""
+        """Change the record's address to the address of its copy. False if the copy failed, or if the record was
+        deleted, replaced or pinned during the copy."""
         state = self._state
         record = state.records.find(relocation.key)
         if record is None or record.address != relocation.old_address:

@@ -1,4 +1,4 @@
-"""Janitors run the file work of an index: inline in the caller, or task by task on a thread."""
+"""Janitors: run the file work of an index, inline in the caller or on a thread, one task at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 from hybridkv.tiers.threads import MAX_QUEUED, BackgroundThread
 
 Task: TypeAlias = Callable[[], None]
-"""File work. It must not raise; it reports results through a queue of its owner."""
+"""File work. A task must not raise. It puts its result into a queue of its owner."""
 
 
 class Janitor(Protocol):
@@ -20,21 +20,21 @@ class Janitor(Protocol):
         ...
 
     def submit(self, task: Task) -> bool:
-        """False if the task was rejected: too many wait, or the janitor was closed."""
+        """Run or queue a task. False if it was refused: too many tasks wait, or the janitor was closed."""
         ...
 
     def submit_later(self, task: Task, delay_s: float) -> bool:
-        """`submit` after a delay, or at the end. False also if this janitor cannot delay."""
+        """`submit` a task to run after a delay, or at the end. False also if this janitor accepts no delay."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Run waiting tasks for at most `timeout_s`; accept no more. False if one may still be running; then call it
-        again."""
+        """Accept no more tasks, and wait at most `timeout_s` for waiting tasks. False if a task may still run; then
+        call `close` again."""
         ...
 
     def run_at_end(self, last: Task) -> bool:
-        """After `close` returned False: run `last` when all tasks have ended. False if they have ended already; `last`
-        does not run."""
+        """After `close` returned False: run `last` when all tasks have ended. False if all tasks have ended already;
+        then `last` does not run."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Maintenance of a store: plans the file work that is due, runs one chore at a time, and applies its result.
 
-Failed work backs off and is tried again; errors of the system never raise here. Everything but `Dispatcher._execute`
-runs in the index's thread.
+Failed work is retried after a backoff. Raises no `OSError`. Only `Dispatcher._execute` runs outside of the index's
+thread.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Chores:
         self.snapshot = SnapshotWriter(state, self.copier, self.journal)
         self._clearing: tuple[ChoreKind[Any, Any], ...] = (self._restorer, self.epoch, self.journal, self._dropper)
         self._storing: tuple[ChoreKind[Any, Any], ...] = (self._maker, self.copier, self.sealer)
-        """Chores that write the epoch's number, so they wait until the epoch is on disk: a start deletes segments of an
-        unknown one."""
+        """Chores that write the epoch's number into files. They wait until the epoch is on disk: a start deletes
+        segments of another epoch."""
 
     def next_but_snapshot(self) -> AnyDueChore | None:
         """First due chore that does not back off, snapshots excluded."""
         return self._next(self._storing)
 
     def next(self) -> AnyDueChore | None:
-        """First due chore that does not back off. A snapshot comes last."""
+        """First due chore that does not back off. Snapshots have the lowest priority."""
         return self._next((*self._storing, self.snapshot))
 
     def _next(self, storing: tuple[ChoreKind[Any, Any], ...]) -> AnyDueChore | None:
@@ -67,7 +67,7 @@ class Chores:
 
     @property
     def is_room_due(self) -> bool:
-        """True if `next` would lead to a chore that makes room. Unlike planning it, this changes nothing."""
+        """True if a chore that makes room is due. Unlike `next`, plans no copy and evicts nothing."""
         state = self._state
         if state.is_taken:
             return False
@@ -90,7 +90,7 @@ class EndedChore(NamedTuple):
 
 
 class Dispatcher:
-    """Hands chores to a janitor, one at a time, and keeps their results. `_execute` alone runs in another thread."""
+    """Submits chores to a janitor, one at a time, and keeps their results. Only `_execute` runs in another thread."""
 
     def __init__(self, janitor: Janitor, files: StoreFiles) -> None:
         self._janitor: Janitor | None = janitor
@@ -99,9 +99,9 @@ class Dispatcher:
         self.ended: deque[EndedChore] = deque()
         """Results for `next_ended`."""
         self.num_running = 0
-        """Running chores, those of `start_beside` excluded."""
+        """Number of running chores, without chores of `start_beside`."""
         self.num_making_room = 0
-        """Running chores that make room."""
+        """Number of running chores that make room."""
 
     @property
     def can_wait(self) -> bool:
@@ -109,7 +109,7 @@ class Dispatcher:
         return self._janitor is not None and self._janitor.can_wait
 
     def start(self, due: AnyDueChore, then: Callable[[], None] | None = None) -> bool:
-        """False if the janitor accepts no more. `then` is called in any thread after the chore has run."""
+        """Submit a chore. False if the janitor refuses it. `then` is called in any thread after the chore has run."""
         self.num_running += 1
         self.num_making_room += due.kind.makes_room
         if self._janitor is not None and self._janitor.submit(partial(self._execute, due, False, then)):
@@ -119,13 +119,13 @@ class Dispatcher:
         return False
 
     def start_beside(self, due: AnyDueChore, delay_s: float) -> bool:
-        """Run a chore later, beside the others. It does not count as running."""
+        """Run a chore after a delay, in addition to a running chore. Not counted in `num_running`."""
         return self._janitor is not None and self._janitor.submit_later(
             partial(self._execute, due, True, None), delay_s
         )
 
     def next_ended(self) -> EndedChore:
-        """First result. The chore no longer counts as running."""
+        """Remove and return the first result. The chore no longer counts as running."""
         outcome = self.ended.popleft()
         if not outcome.is_beside:
             self.num_running -= 1
@@ -133,7 +133,7 @@ class Dispatcher:
         return outcome
 
     def clear_ended(self) -> None:
-        """Chores that end from now on wake `wait_for_ended`."""
+        """Reset the event of `wait_for_ended`: only chores that end from now on set the event."""
         self._has_ended.clear()
 
     def wait_for_ended(self, timeout_s: float) -> bool:
@@ -153,7 +153,7 @@ class Dispatcher:
 
 
 MAX_CHORES_IN_A_ROW = 64
-"""Limit of chores that one call starts with a janitor that runs them inline."""
+"""Most chores that one call starts. Reached only with a janitor that runs chores inline."""
 
 
 class Maintenance:
@@ -172,9 +172,9 @@ class Maintenance:
         self._suspect_again_s = -math.inf
 
     def settle(self) -> None:
-        """Do the work that is due now, except snapshots and changes, which an open index writes."""
+        """Do the work that is due now, without snapshots and changes: an open index writes these."""
         self._work_off(self._chores.next_but_snapshot)
-        self.collect()  # another Maintenance goes on with these tables
+        self.collect()  # another Maintenance continues with these tables
 
     def run(self) -> None:
         """Apply results and start the next chore."""
@@ -192,8 +192,8 @@ class Maintenance:
                 return
 
     def look_for_missing_files(self) -> None:
-        """A store or a load failed, maybe because its file is missing: look for missing files, at most once in a
-        `retry_interval_s`."""
+        """Look for missing files, at most once in a `retry_interval_s`. Called if a store or load failed, maybe because
+        its file is missing."""
         now_s = self.state.clock()
         if now_s >= self._suspect_again_s:
             self._suspect_again_s = now_s + self.state.options.retry_interval_s
@@ -201,7 +201,7 @@ class Maintenance:
 
     @property
     def makes_room(self) -> bool:
-        """True if a chore that makes room runs, or is due after a running one."""
+        """True if a chore that makes room is running, or is due after the running chore."""
         work = self._dispatcher
         return work.num_making_room > 0 or (work.num_running > 0 and self._chores.is_room_due)
 
@@ -211,7 +211,7 @@ class Maintenance:
         return not self.state.is_epoch_written and not self.state.is_taken
 
     def run_if_needed(self) -> None:
-        """`run`, but cheap if there is no work."""
+        """`run` if there may be work. Cheap otherwise."""
         if not self._log.is_scheduled or self._changes_file.has_unwritten:
             self.write_changes()
         has_work = self._ended or self._chores.journal.has_pending or self._segments.revision != self._looked_at
@@ -219,15 +219,15 @@ class Maintenance:
             self.run()
 
     def collect(self) -> None:
-        """Apply results."""
+        """Apply the results of ended chores to the tables."""
         while self._ended:
             outcome = self._dispatcher.next_ended()
             outcome.due.ended(outcome.ending)
 
     def write_changes(self) -> None:
-        """Schedule the next batch of changes, so that it is written even if no further call comes."""
+        """Schedule the next batch of changes, so that the batch is written even without further calls."""
         if self._changes_file.has_unwritten:
-            self.collect()  # its result may not be applied yet
+            self.collect()  # the result of the failed write may not be applied yet
         writer = self._chores.changes
         if self._log.is_scheduled or not writer.has_work:
             return
@@ -253,10 +253,10 @@ class Maintenance:
                 return False
 
     def start_epoch(self, then: Callable[[], None]) -> bool:
-        """Begin a new epoch: no record that is on disk now may be offered again.
+        """Begin a new epoch: no record that is on disk now is offered again.
 
-        It is written before any other due work, and `then` is called in any thread when it is written or failed. False
-        if it could not be started.
+        Writes the epoch before other due work. `then` is called in any thread after the write succeeded or failed.
+        False if the janitor refused the write.
         """
         self._chores.snapshot.forget_last()
         self._chores.epoch.begin_next()
@@ -265,8 +265,9 @@ class Maintenance:
     def finish(self) -> None:
         """Write the last changes, seals and a snapshot.
 
-        With the snapshot, the next start reads one file. Without it, if time runs out, the changes hold the same. An
-        unwritten epoch is tried once more, even while it backs off; no record was stored in it.
+        With the snapshot, the next start reads one file. If there is no time for a snapshot, the file of changes has
+        the same content. Tries an unwritten epoch once more, even during its backoff; no record was stored in this
+        epoch.
         """
         self.cancel_snapshot()
         if self.state.is_taken:
@@ -286,7 +287,7 @@ class Maintenance:
         self._start(self._chores.snapshot.plan_last())
 
     def cancel_snapshot(self) -> None:
-        """Cancel the snapshot that is being written, if there is one."""
+        """Cancel the planned or running snapshot, if there is one."""
         self._chores.snapshot.cancel()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Creates, seals and deletes segments, and recreates directories that were removed."""
+"""Chores for segments: create, seal, delete; and recreate removed directories."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Create(Chore[None]):
 
 
 class SegmentMaker(ChoreKind[Create, None]):
-    """Creates empty segments ahead of stores. Knows whether the file system has room for another one."""
+    """Creates empty segments ahead of stores, and detects a full file system."""
 
     makes_room = True
 
@@ -46,9 +46,9 @@ class SegmentMaker(ChoreKind[Create, None]):
         super().__init__(state)
         self._bytes_on_all_ranks = state.sizes.segment_bytes * state.sizes.num_ranks
         self._is_full = False
-        """The file system had no room for the last new segment."""
+        """True if the file system had no room for the last new segment."""
         self._dropped_bytes = 0
-        """Bytes deleted since then, on all ranks."""
+        """Bytes deleted while `_is_full`, on all ranks."""
 
     @property
     def is_backing_off(self) -> bool:
@@ -56,16 +56,16 @@ class SegmentMaker(ChoreKind[Create, None]):
 
     @property
     def helps_to_drop(self) -> bool:
-        """False if a segment's worth was deleted and the file system still has no room."""
+        """False if a segment's size was deleted and the file system still has no room."""
         return self._dropped_bytes < self._bytes_on_all_ranks
 
     def dropped(self, segment_bytes: int) -> None:
-        """A segment of this size was deleted on every rank."""
+        """Count the bytes of a segment that was deleted on every rank. `segment_bytes`: size on one rank."""
         if self._is_full:
             self._dropped_bytes += segment_bytes * self._state.sizes.num_ranks
 
     def raise_limit(self) -> None:
-        """Lift the limit of a full file system after the backoff."""
+        """Reset the limit of a full file system to `data_bytes`, after the backoff."""
         if not self.is_backing_off:
             self._state.segments.limit_bytes = self._state.sizes.data_bytes
 
@@ -98,13 +98,13 @@ class SegmentMaker(ChoreKind[Create, None]):
 
 
 STUCK_SHARE = 16
-"""One of this many segments may remain undeletable while others are evicted in its place. Not more: if no segment can
-be deleted, each costs the chunks of another one."""
+"""One in this many segments may stay undeletable while another segment is evicted in its place. This limits the loss if
+no segment can be deleted: each such segment costs the chunks of another segment."""
 MOST_STUCK_SEGMENTS = 8
 
 
 class DropError(OSError):
-    """Some segments could not be deleted."""
+    """Some segments could not be deleted: numbers in `left`, with the first error."""
 
     def __init__(self, first: OSError, left: tuple[int, ...]) -> None:
         super().__init__(first.errno, first.strerror, first.filename)
@@ -113,7 +113,7 @@ class DropError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Drop(Chore[None]):
-    """Deletes each segment by itself: one failure does not stop the others."""
+    """Deletes segments one by one: a failure does not stop the other deletions."""
 
     numbers: tuple[int, ...]
 
@@ -145,7 +145,7 @@ class SegmentDropper(ChoreKind[Drop, None]):
         return self._state.retries.is_backing_off(Drop)
 
     def plan(self) -> AnyDueChore | None:
-        # The list may be long, and `plan` is called often, so look at the backoff first.
+        # The list may be long, and `plan` is called often, so check the backoff first.
         if self.is_backing_off:
             return None
         segments, is_backing_off = self._state.segments, self._state.retries.is_backing_off
@@ -179,11 +179,12 @@ class SegmentDropper(ChoreKind[Drop, None]):
         if len(left) < len(chore.numbers):
             state.retries.end(Create)
             state.retries.end(WriteEpoch)
-        # If more are undeletable than may be stuck, the whole kind backs off, not single segments.
+        # With more undeletable segments than `_most_stuck`, the whole kind backs off, not single segments.
         state.note(Drop, ending.error, left if may_be_stuck else (), is_all_well=not segments.stuck)
 
     def _may_be_stuck(self, left: tuple[int, ...], error: Exception | None) -> bool:
-        """True if these segments may be left alone. False if no segment can be deleted at all."""
+        """True if these segments may become STUCK. False if there are too many, the file system is read-only, or the
+        error does not concern single segments."""
         is_theirs = isinstance(error, DropError) and error.errno != errno.EROFS
         return is_theirs and len(self._state.segments.stuck) + len(left) <= self._most_stuck
 
@@ -206,8 +207,8 @@ class Seal(Chore[None]):
 
 
 class SegmentSealer(ChoreKind[Seal, None]):
-    """Seals full segments, so that the next start need not read them. Waits for `journal`: a seal vouches for every
-    record that is not withdrawn."""
+    """Seals full segments, so that the next start does not read them. Waits for `journal`: a start offers every record
+    of a sealed segment that the journal does not withdraw."""
 
     def __init__(self, state: StoreState, journal: JournalWriter) -> None:
         super().__init__(state)
@@ -221,11 +222,11 @@ class SegmentSealer(ChoreKind[Seal, None]):
             segment = next(iter(sealable.values()))
             if segment.epoch == self._state.epoch:
                 return self._due(segment)
-            del sealable[segment.number]  # of an earlier epoch
+            del sealable[segment.number]  # the segment has an earlier epoch
         return None
 
     def plan_all(self) -> Iterator[AnyDueChore]:
-        """All segments that can be sealed now."""
+        """Chores for all segments that can be sealed now."""
         for segment in list(self._state.segments.sealable.values()):
             if segment.epoch == self._state.epoch:
                 yield self._due(segment)
@@ -247,12 +248,13 @@ _WRITABLE = (SegmentStage.READY, SegmentStage.OPEN)
 class Restore(Chore[set[int] | None]):
     epoch: int
     segments: frozenset[int]
-    """Segments that should exist: others may be deleted on some ranks only."""
+    """Segments that must exist on every rank. Other segments may be deleted on some ranks already."""
 
     needs_own: ClassVar[bool] = False
 
     def run(self, files: StoreFiles) -> set[int] | None:
-        """Segments that every rank has now; None if no directory and no segment is missing."""
+        """Recreate removed directories. Returns the segments that every rank has now; None if no directory and no
+        segment is missing."""
         namespace = files.namespace
         if not namespace.is_present():
             namespace.restore()
@@ -268,8 +270,7 @@ class Restore(Chore[set[int] | None]):
 
 
 class Restorer(ChoreKind[Restore, set[int] | None]):
-    """Recreates removed directories, and drops the records that lay in them or in removed files. The journal must then
-    be rewritten."""
+    """Recreates removed directories, and withdraws the records of missing files. Then `journal` must be rewritten."""
 
     makes_room = True
 
@@ -293,7 +294,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
     def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
         state, segments, present = self._state, self._state.segments, ending.value
         if ending.error is not None:
-            # Directories without an epoch: a start would delete segments made in them.
+            # The new directories have no epoch: a start would delete segments created there.
             state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_recreated
             return
         state.is_lost = False
@@ -311,7 +312,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         logger.warning("%s: %d segments are missing; hint: keep programs that delete old files away", path, len(lost))
 
     def _lose(self, segment: Segment) -> None:
-        """Drop a segment without files."""
+        """Withdraw the records of a segment without files."""
         segments, records = self._state.segments, self._state.records
         if segment.stage is SegmentStage.READY:
             segments.ready.remove(segment)

@@ -1,4 +1,4 @@
-"""Writes snapshots of the index, and the changes since the last one, so that a start need not scan every segment."""
+"""Chores that write snapshots of the index, and changes since the last snapshot: a start then scans fewer segments."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Log(Chore[bool]):
     """Appends the changes since the last batch to the file of changes."""
 
     def run(self, files: StoreFiles) -> bool:
-        """True if a snapshot is wanted instead."""
+        """Append. True if a snapshot should be written."""
         return files.changes.append(files.namespace.directory)
 
     def fail(self, files: StoreFiles) -> None:
-        """Allow the next one."""
+        """Allow the next batch."""
         files.changes.miss()
 
 
 class ChangeWriter(ChoreKind[Log, bool]):
-    """Writes batches of changes, beside other chores if the janitor can delay tasks."""
+    """Writes batches of changes. Runs in addition to other chores."""
 
     def __init__(self, state: StoreState) -> None:
         super().__init__(state)
@@ -62,18 +62,18 @@ class ChangeWriter(ChoreKind[Log, bool]):
         return max(self._due_s - self._state.clock(), 0.0)
 
     def planned(self, delay_s: float) -> None:
-        """A batch will be written after this delay."""
+        """Set the due time of the following batch: a batch was scheduled after this delay."""
         self._due_s = self._state.clock() + delay_s + self._state.options.changes_interval_s
 
     def apply(self, chore: Log, ending: Ending[bool]) -> None:
-        # A removed file does not come back by itself.
+        # A new snapshot recreates a removed file.
         is_gone = getattr(ending.error, "errno", None) == errno.ENOENT
         self._state.is_snapshot_wanted = self._state.is_snapshot_wanted or is_gone or ending.value is True
 
 
 @dataclass(frozen=True, slots=True)
 class Save(Chore[bool]):
-    """Writes a snapshot of at most `max_bytes`: of the most recently used records, if not all fit."""
+    """Writes a snapshot of at most `max_bytes`. If not all records fit, keeps the most recently used records."""
 
     epoch: int
     scan_from: int
@@ -86,7 +86,7 @@ class Save(Chore[bool]):
     """Position in the change log at planning."""
 
     def run(self, files: StoreFiles) -> bool:
-        """True if it was written; False if it was cancelled."""
+        """Write the snapshot. False if it was cancelled."""
         try:
             self._write(files)
         except SnapshotCancelledError:
@@ -96,7 +96,7 @@ class Save(Chore[bool]):
         return True
 
     def fail(self, files: StoreFiles) -> None:
-        """No file waits for it any more."""
+        """Cancel the cut: later changes need not wait for this snapshot."""
         self.cut.is_cancelled = True
 
     def _write(self, files: StoreFiles) -> None:
@@ -116,7 +116,7 @@ class Save(Chore[bool]):
             found = found.last((len(found.keys) - 1) // 2)
 
     def _wanted(self, pieces: Iterator[bytes], namespace: Namespace) -> Iterator[bytes]:
-        namespace.require_own()  # encoding took a while, and so does writing
+        namespace.require_own()  # check again: encoding and writing take long
         for piece in pieces:
             self.cut.require_wanted()
             yield piece
@@ -124,8 +124,8 @@ class Save(Chore[bool]):
 
 
 class SnapshotWriter(ChoreKind[Save, bool]):
-    """Writes snapshots regularly and at the end. Lists records that are being copied (`copier`) as pending, and lets
-    `journal` drop withdrawals below the oldest segment."""
+    """Writes snapshots regularly and at the end. A snapshot lists running copies of `copier` as pending. Each snapshot
+    drops withdrawals below the oldest segment from `journal`."""
 
     def __init__(self, state: StoreState, copier: SegmentCopier, journal: JournalWriter) -> None:
         super().__init__(state)
@@ -133,14 +133,14 @@ class SnapshotWriter(ChoreKind[Save, bool]):
         self._journal = journal
         self._max_bytes = PAGE_BYTES + SNAPSHOT_ENTRY_BYTES * state.sizes.max_records
         self._cut: Cut | None = None
-        """Of the last planned snapshot."""
+        """Cut of the last planned snapshot."""
         self._last_s = state.clock()
         self._generation = -1
-        """Of the records at that time."""
+        """Generation of the records in the last planned snapshot."""
 
     @property
     def due_s(self) -> float:
-        """Time of the next one."""
+        """Time at which the next snapshot is due."""
         return self._last_s + self._state.options.snapshot_interval_s
 
     def plan(self) -> AnyDueChore | None:
@@ -157,26 +157,27 @@ class SnapshotWriter(ChoreKind[Save, bool]):
         return None
 
     def plan_last(self) -> AnyDueChore | None:
-        """For the end, when no more records will be appended."""
+        """Chore for the last snapshot. No records may be appended after this call."""
         return self._due(self._state.segments.next_number) if self._may_save() else None
 
     def cancel(self) -> None:
-        """Cancel the snapshot that is being written, if there is one."""
+        """Cancel the planned or running snapshot, if there is one."""
         if self._cut is not None:
             self._cut.is_cancelled = True
 
     def forget_last(self) -> None:
-        """The last snapshot is void."""
+        """Cancel the last snapshot, and treat all records as changed."""
         self.cancel()
         self._generation = -1
 
     def _may_save(self) -> bool:
-        """False while a segment's contents are unknown: a record that a snapshot lacks counts as dead."""
+        """False while the contents of a segment are unknown: a record that the snapshot lacks counts as dead."""
         epoch = self._state.epoch
         return all(segment.epoch != epoch for segment in self._state.segments.unavailable.values())
 
     def _due(self, next_written: int) -> AnyDueChore:
-        """Snapshot of the records now. `next_written`: the first segment that records may be appended to."""
+        """Chore for a snapshot of the present records. `next_written`: number of the first segment that records may be
+        appended to."""
         state, segments, records = self._state, self._state.segments, self._state.records
         scan_from = min([next_written, *segments.written])
         copied = [relocation.new_address for relocation in self._copier.copying]
@@ -197,5 +198,5 @@ class SnapshotWriter(ChoreKind[Save, bool]):
         if is_written:
             state.retries.end(Log)
         state.tally.add("snapshots", int(is_written))
-        # A snapshot of an earlier epoch is void.
+        # A start does not read a snapshot of an earlier epoch.
         state.is_snapshot_wanted = not is_written or chore.epoch != state.epoch

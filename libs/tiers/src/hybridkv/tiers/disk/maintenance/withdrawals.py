@@ -1,4 +1,4 @@
-"""Writes the epoch and the quarantine journal, so that no restart offers what was cleared or withdrawn."""
+"""Chores that write the epoch and the quarantine journal: a restart then offers no cleared or withdrawn records."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class WriteEpoch(Chore[None]):
 
 
 class EpochWriter(ChoreKind[WriteEpoch, None]):
-    """Writes the epoch. Nothing that names an epoch is written before it."""
+    """Writes the epoch. Other files with a new epoch are written only after this file."""
 
     def plan(self) -> AnyDueChore | None:
         return None if self._state.is_epoch_written else DueChore(self, WriteEpoch(self._state.epoch))
 
     def begin_next(self) -> None:
-        """Begin a new epoch. A crash before it is written undoes this."""
+        """Begin a new epoch. After a crash before the epoch is on disk, the old epoch is valid again."""
         state, segments = self._state, self._state.segments
         state.epoch = next_epoch(state.epoch)
         state.is_epoch_written = False
@@ -76,7 +76,7 @@ class Append(Chore[None]):
 
     @property
     def num_entries(self) -> int:
-        """Entries of the journal afterwards."""
+        """Number of entries in the journal after this chore."""
         return self.num_before + len(self.entries)
 
     def run(self, files: StoreFiles) -> None:
@@ -93,13 +93,13 @@ class Append(Chore[None]):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite(Chore[None]):
-    """Writes a journal of exactly these withdrawals."""
+    """Writes a new journal with exactly these withdrawals."""
 
     entries: tuple[JournalEntry, ...]
 
     @property
     def num_entries(self) -> int:
-        """Entries of the journal afterwards."""
+        """Number of entries in the journal after this chore."""
         return len(self.entries)
 
     def run(self, files: StoreFiles) -> None:
@@ -111,7 +111,7 @@ AppendOrRewrite: TypeAlias = Append | Rewrite
 
 
 class JournalWriter(ChoreKind[AppendOrRewrite, None]):
-    """Journal of one namespace, at most `DiskOptions.max_quarantined` withdrawals.
+    """Writes the journal of one namespace: at most `DiskOptions.max_quarantined` withdrawals.
 
     Args:
         found: withdrawals that recovery found in the journal.
@@ -129,11 +129,11 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
 
     @property
     def has_pending(self) -> bool:
-        """True if withdrawals are not on disk yet."""
+        """True if there are withdrawals that no started chore writes."""
         return bool(self._pending)
 
     def withdraw(self, record: Record) -> None:
-        """Remember across restarts that the present record of this key may not be offered."""
+        """Queue the withdrawal of a record, so that a restart does not offer it."""
         entry = JournalEntry(digest_of(record.key), self._state.segments.next_address, record.address)
         if len(self._pending) < self._max_entries:
             self._pending.append(entry)
@@ -142,7 +142,7 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         self._state.tally.add("withdrawals_forgotten", self._entries.add(entry))
 
     def quarantine(self, key: Key, reason: str) -> bool:
-        """Delete the current record of this key. False if there is none."""
+        """Delete the present record of this key, also for restarts. False if there is none."""
         record = self._state.records.withdraw(key)
         if record is None:
             return False
@@ -151,11 +151,11 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         return True
 
     def keep(self, first_address: int) -> None:
-        """Drop withdrawals below this address: no record is there any more."""
+        """Drop withdrawals that cover only addresses below this one: no records exist there any more."""
         self._entries.keep(first_address)
 
     def lost(self) -> None:
-        """The journal is missing on disk."""
+        """Mark the journal as missing on disk."""
         self._must_rewrite = True
 
     def plan(self) -> AnyDueChore | None:
@@ -172,6 +172,6 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         self._num_in_file = chore.num_entries
 
     def apply(self, chore: AppendOrRewrite, ending: Ending[None]) -> None:
-        if not ending.is_done:  # write everything again, later
+        if not ending.is_done:  # later, write the whole journal again
             self._must_rewrite = True
             self._pending.extend(chore.entries[-1:])

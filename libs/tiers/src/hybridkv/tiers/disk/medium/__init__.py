@@ -1,1 +1,1 @@
-"""Medium of a disk tier: moves bytes between memory and segment files, in any process."""
+"""Medium of the disk tier: moves bytes between memory and segment files, in any process."""

@@ -1,10 +1,9 @@
 """Medium of the disk tier: moves chunks of one rank between memory and segment files. Owns no metadata.
 
-It writes only into segments that the index made, at slots that the index gave out, and creates, moves and deletes no
-file. A load succeeds only if the bytes match the key, the place, the namespace and the checksum that they were stored
-with. `store`, `load` and `poll` only touch queues in memory. The record queue of `hybridkv-native` moves the bytes; one
-thread opens files, so that a load from an open file never waits for another file; another one syncs, if the options ask
-for it.
+Writes only into segments that the index created, at slots that the index assigned. Creates, moves and deletes no files.
+A load succeeds only if key, address, namespace and checksum match the stored record. `store`, `load` and `poll` only
+touch queues in memory. The record queue of `hybridkv-native` moves the bytes. One thread opens files, so that a load
+from an open file never waits for another file. With `Fsync.INTERVAL`, another thread syncs.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NO_THREAD = Failure(FailureReason.BUSY, "no thread could be started")
 
 
 class ShortReadError(OSError):
-    """The file ends before the record does."""
+    """The file ends before the end of the record."""
 
 
 class DiskOperation(NamedTuple):
@@ -72,7 +71,7 @@ class Headers:
 
 
 def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failure:
-    """Failure for an error of the system. A shortage of this process is BUSY: the stored bytes may be good."""
+    """Failure for an error of a system call. A shortage of this process is BUSY: the stored bytes may be good."""
     where = f"segment {number_of(operation.address)}"
     if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
         return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
@@ -87,7 +86,7 @@ def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failur
 
 @cache
 def _log_shortage(name: str) -> None:
-    """Logged once per process."""
+    """Log a shortage, once per process and error."""
     logger.warning(
         "this process runs short (%s): the disk tier leaves alone what it cannot try, and loses nothing by it; "
         "hint: look at the limits of open files, threads and memory",
@@ -103,12 +102,12 @@ class DiskMedium:
     """`TierMedium` for the slots of a `DiskIndex` of the same path, namespace and options, in any process.
 
     Args:
-        path: of the store.
+        path: absolute path of the store.
         namespace: digest of the fingerprint, 32 bytes.
-        rank: owner of the bytes.
-        options: those of the index.
-        io: opens, closes and syncs files; the record queue makes its own reads and writes.
-        clock: seconds, for the interval of `Fsync.INTERVAL`.
+        rank: tensor-parallel rank of the bytes.
+        options: the same options as for the index.
+        io: system calls that open, close and sync files; the record queue makes its own reads and writes.
+        clock: time in seconds, for `Fsync.INTERVAL`.
 
     Raises:
         TierConfigurationError: the path is not absolute.
@@ -147,7 +146,7 @@ class DiskMedium:
         return self._runner.wait_until_idle(timeout_s)
 
     def close(self) -> None:
-        """Wait at most `close_timeout_s` for running operations; abandon those that a device holds longer."""
+        """Wait at most `close_timeout_s` for running operations; abandon operations that take longer."""
         self._runner.close()
 
     def _submit(self, ticket: Ticket, key: Key, slot: Slot, buffers: Sequence[Buffer], is_store: bool) -> None:
@@ -182,10 +181,10 @@ def _why_not_move(key: Key, slot: Slot, views: list[memoryview], is_store: bool)
 
 
 _PASSING = SHORTAGES | {errno.EBUSY, errno.ETIME}
-"""Temporary errors of io_uring; the next start may succeed."""
+"""Temporary errors of io_uring: a later start of a queue may succeed."""
 _NO_CHECKSUM = bytes(16)
 _DONE, _FAILED, _OTHER_HEADER, _OTHER_PAYLOAD, _CANCELLED = range(5)
-"""Outcomes of a record, as numbered by the queue."""
+"""Outcomes of an operation, as numbered by the record queue."""
 
 
 class _MoveInFlight(NamedTuple):
@@ -194,7 +193,7 @@ class _MoveInFlight(NamedTuple):
 
 
 class Runner:
-    """Runs validated operations through the record queue. Only `wait_until_idle` and `close` block."""
+    """Runs checked operations through the record queue. Only `wait_until_idle` and `close` block."""
 
     def __init__(
         self,
@@ -215,16 +214,16 @@ class Runner:
         self._in_flight: dict[int, _MoveInFlight] = {}
         self._to_open: deque[DiskOperation] = deque()
         self._num_open = [0, 0]
-        """Loads and stores that have not ended."""
+        """Numbers of loads and of stores that have not ended."""
         self._completions: list[Completion] = []
         self._opener = BackgroundThread("hybridkv-disk-open", max_queued=0)
         self._is_closed = False
         self._is_short = False
         self._queue = self._made_queue()
-        """None: the system had no thread for it. The next operation tries again."""
+        """None if the system could not start its threads. The next operation tries again."""
 
     def submit(self, operation: DiskOperation) -> Failure | None:
-        """Failure if the operation was rejected."""
+        """Start an operation, or queue it until its file is open. A failure if the operation is refused."""
         with self._condition:
             if self._is_closed:
                 return CLOSED
@@ -244,14 +243,14 @@ class Runner:
         return None
 
     def take(self) -> list[Completion]:
-        """Completions, each once."""
+        """Completions since the last call."""
         with self._condition:
             self._absorb()
             completions, self._completions = self._completions, []
         return completions
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """False if an operation has not ended by then."""
+        """Wait until all operations have ended. False on a timeout."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._condition:
@@ -262,13 +261,14 @@ class Runner:
                 if left_s <= 0:
                     return False
                 if not self._in_flight:
-                    self._condition.wait(left_s)  # for the opener
+                    self._condition.wait(left_s)  # wait for the opener's thread
                     continue
             if self._queue is not None:
                 self._queue.wait_until_idle(left_s)
 
     def close(self) -> None:
-        """Fail operations that have not begun with CLOSED; wait for the rest, and sync, within `close_timeout_s`."""
+        """Fail operations that have not begun, with CLOSED. Wait for the other operations, and sync, at most
+        `close_timeout_s`."""
         with self._condition:
             if self._is_closed:
                 return
@@ -279,7 +279,7 @@ class Runner:
             self._condition.notify_all()
         if self._queue is not None:
             self._queue.close(0.0)  # cancels operations that have not begun
-        # A call that a device holds longer is abandoned.
+        # A system call that takes longer is abandoned.
         ending = BackgroundThread("hybridkv-disk-end")
         try:
             ending.post(self._finish)
@@ -290,12 +290,12 @@ class Runner:
         ending.has_ended(self._options.close_timeout_s)
 
     def _finish(self) -> None:
-        """Runs in a thread of its own, because each step may wait for a device."""
+        """Finish, in a separate thread, because each step may wait for a device."""
         while not self._finish_within(3600.0):
             pass
 
     def _finish_within(self, timeout_s: float) -> bool:
-        """False if a thread has not ended by then."""
+        """Wait for the threads, sync, and close all files. False if a thread has not ended within the timeout."""
         self._opener.close()
         if not self._opener.has_ended(timeout_s):
             return False
@@ -326,7 +326,7 @@ class Runner:
             _log_refused_uring(queue.uring_error)
         return queue
 
-    # The following methods require the condition.
+    # The caller of the following methods holds `_condition`.
 
     def _start(self, operation: DiskOperation, segment: OpenSegment) -> None:
         tag = next(self._tags)
@@ -335,7 +335,7 @@ class Runner:
         offset = offset_of(operation.address)
         syncs = self._syncs and operation.is_store
         failure = CLOSED
-        assert self._queue is not None  # checked by `submit`
+        assert self._queue is not None  # `submit` has checked it
         try:
             taken = self._queue.submit(
                 tag, operation.is_store, segment.fd, offset, segment.is_direct, syncs, header, operation.views
@@ -394,7 +394,7 @@ class Runner:
         self._completions.append(completion)
 
     def _open_later(self, operation: DiskOperation) -> bool:
-        """False if no thread can be started."""
+        """Queue an operation until its file is open. False if the opener's thread cannot be started."""
         try:
             is_queued = self._opener.post(self._open_next)
         except (RuntimeError, MemoryError):
@@ -407,7 +407,7 @@ class Runner:
 
     def _open_next(self) -> None:
         with self._condition:
-            if not self._to_open:  # `close` failed them
+            if not self._to_open:  # `close` has ended these operations
                 return
             operation = self._to_open.popleft()
         segment, failure = self._opened(operation)
@@ -436,7 +436,7 @@ class Runner:
 
 @cache
 def _log_refused_uring(number: int) -> None:
-    """Logged once per process."""
+    """Log that the kernel refuses io_uring, once per process and error."""
     logger.info("the kernel refuses io_uring (%s): the disk tier's calls are made by threads", os.strerror(number))
 
 

@@ -1,6 +1,6 @@
-"""Cache of open segment files of one rank, bounded; also finds their directory.
+"""Bounded cache of open segment files of one rank. Also finds and opens the rank's directory.
 
-The index creates directories and files, maybe after the medium was built, and again after they were removed.
+The index creates directories and files, maybe after the medium was built, and creates them again after a removal.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class DirectMode:
-    """Decides whether files are opened with O_DIRECT: as configured, until the file system refuses."""
+    """Mode of file opens: with O_DIRECT as configured, until the file system refuses it."""
 
     def __init__(self, direct: bool | Literal["auto"]) -> None:
         self._may_fall_back = direct == "auto"
         self.is_on = direct is not False
 
     def falls_back(self, error: OSError) -> bool:
-        """True if the error means that O_DIRECT does not work here. From then on it is off."""
+        """True if the error means that the file system has no O_DIRECT. Then turns O_DIRECT off."""
         if error.errno != errno.EINVAL or not self._may_fall_back:
             return False
         if self.is_on:
@@ -50,7 +50,7 @@ class OpenSegment:
 
 
 class SegmentCache:
-    """Open segment files of one rank. Any thread may use it."""
+    """Open segment files of one rank. Any thread may use the cache."""
 
     def __init__(self, io: FileIO, path: str, namespace: bytes, rank: int, options: DiskOptions) -> None:
         self._io = io
@@ -65,7 +65,7 @@ class SegmentCache:
 
     @contextmanager
     def opened(self, number: int) -> Iterator[OpenSegment]:
-        """Open file for the duration of a block. `OSError` if it cannot be opened."""
+        """Context manager: segment with an open file. `OSError` if the file cannot be opened."""
         segment = self.acquire(number)
         try:
             yield segment
@@ -73,7 +73,7 @@ class SegmentCache:
             self.release(segment)
 
     def acquire_open(self, number: int) -> OpenSegment | None:
-        """The segment if its file is open; release it afterwards. Touches no file."""
+        """Segment if its file is open, else None. Call `release` afterwards. Touches no file."""
         with self._lock:
             segment = self._open.get(number)
             if segment is None or segment.is_direct != self.direct.is_on:
@@ -83,11 +83,11 @@ class SegmentCache:
             return segment
 
     def acquire(self, number: int) -> OpenSegment:
-        """The segment; release it afterwards. `OSError` if its file cannot be opened."""
+        """Segment with an open file. Call `release` afterwards. `OSError` if the file cannot be opened."""
         segment = self.acquire_open(number)
         if segment is not None:
             return segment
-        # Without the lock: a blocked device must not delay the users of other open files.
+        # Open without the lock: a blocked device must not delay users of other open files.
         is_direct = self.direct.is_on
         segment = OpenSegment(self._open_file(number, is_direct), is_direct)
         segment.num_users = 1
@@ -105,14 +105,14 @@ class SegmentCache:
             self._close_if_idle(segment)
 
     def forget(self, number: int) -> bool:
-        """Open this segment again on next use. False if it was not open."""
+        """Remove a segment from the cache: the next use opens the file again. False if it was not open."""
         with self._lock:
             segment = self._open.pop(number, None)
             self._forget(segment)
         return segment is not None
 
     def close(self) -> None:
-        """Close unused files, and open no more. Files in use stay open."""
+        """Close unused files and the directory. Files in use stay open until `release` and `close_unused`."""
         with self._lock:
             for segment in self._open.values():
                 self._forget(segment)
@@ -142,7 +142,7 @@ class SegmentCache:
         for fd in unused:
             try:
                 self._io.close(fd)
-            except OSError as error:  # the descriptor is closed all the same
+            except OSError as error:  # the system closes the descriptor even on an error
                 logger.warning("a segment could not be closed: %s", error)
 
     def _open_file(self, number: int, is_direct: bool) -> int:

@@ -1,4 +1,4 @@
-"""Syncs segments of a medium at intervals. docs/guides/disk.md says what each policy may lose."""
+"""Syncs segments of a medium at intervals. docs/guides/disk.md lists the possible losses of each policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Syncer:
-    """Syncs the segments written since the last sync. Does nothing except with `Fsync.INTERVAL`."""
+    """Syncs the segments written since the last sync. Does nothing without `Fsync.INTERVAL`."""
 
     def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
         self._io = io
@@ -39,7 +39,7 @@ class Syncer:
         return bool(self._dirty) and self._clock() >= self._due_s
 
     def written(self, number: int) -> bool:
-        """A record was written to this segment. True if it is the first since the last sync."""
+        """Mark a segment as written. True if it is the first written segment since the last sync."""
         if not self._is_on:
             return False
         with self._lock:
@@ -50,7 +50,7 @@ class Syncer:
         return is_first
 
     def sync(self) -> None:
-        """Sync in the calling thread."""
+        """Sync the written segments, in the calling thread."""
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         for number in sorted(dirty):
@@ -59,7 +59,7 @@ class Syncer:
                     self._io.fdatasync(segment.fd)
                 self._has_failed = False
             except FileNotFoundError:
-                pass  # deleted meanwhile
+                pass  # the index has deleted the segment
             except (OSError, MemoryError) as error:
                 if is_shortage(error):
                     self._again(number)
@@ -70,14 +70,14 @@ class Syncer:
                 logger.exception("bug while syncing segment %d", number)
 
     def _again(self, number: int) -> None:
-        """Sync the segment later: the process was short of a resource."""
+        """Sync the segment after another interval: the process was short of a resource."""
         with self._lock:
             self._dirty.add(number)
             self._due_s = self._clock() + self._interval_s
 
 
 class SyncThread:
-    """A `Syncer` with its own thread, started when the first record was written."""
+    """`Syncer` with its own thread. The first written record starts the thread."""
 
     def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
         self._syncer = Syncer(io, cache, options, clock)
@@ -87,7 +87,7 @@ class SyncThread:
         self._is_closed = False
 
     def written(self, number: int) -> None:
-        """A record was written to this segment."""
+        """Mark a segment as written, and start the thread if needed."""
         is_first = self._syncer.written(number)
         if not is_first and (self._thread.is_started or self._syncer.wait_s is None):
             return
@@ -107,7 +107,7 @@ class SyncThread:
             self._condition.notify()
 
     def close(self) -> None:
-        """Sync the rest, however long it takes."""
+        """End the thread, and sync the remaining segments. Waits without a time limit."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()

@@ -1,4 +1,4 @@
-"""Builder of a disk index: recovers a store and builds the tables of an index from it."""
+"""Builder of a disk index: recovers a store, and builds the tables of the index from the found records."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def build_store(
     sizes: DiskSizes,
     clock: Callable[[], float],
 ) -> OpenedStore:
-    """Build the tables and do the file work that is due. `TierConfigurationError` if the directory cannot be read; the
-    namespace is then closed."""
+    """Build the tables and do the file work that is due. `TierConfigurationError` if the directory cannot be read or
+    the tables are too large; then closes the namespace."""
     with _without_garbage_collection():
         opened = _build_store(namespace, fingerprint, options, sizes, clock)
     trim_heap()
@@ -57,8 +57,8 @@ def build_store(
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off: no object built here is garbage, and repeated collections take longer than the
-    building."""
+    """Disable garbage collection: no object built here is garbage, and repeated collections take longer than the
+    build."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,7 +112,7 @@ def _build_store(
 
 
 def _recover(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> FoundStore:
-    """Recover the store, and log other caches and unknown files."""
+    """Recover the store, log other caches and unknown files, and remove half-written files."""
     try:
         found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
         if not found.segments:
@@ -132,7 +132,7 @@ def _segment_table(sizes: DiskSizes, found: FoundStore) -> SegmentTable:
         segment.stage = SegmentStage.FULL
         segment.end_offset = end_offset
         segment.is_sealed = is_sealed
-        # It may hold a torn record.
+        # An unsealed segment may hold a torn record.
         segment.may_be_sealed = is_sealed
         table.add(segment)
         table.allocated_bytes += segment_bytes * sizes.num_ranks
@@ -151,8 +151,8 @@ def _segment_table(sizes: DiskSizes, found: FoundStore) -> SegmentTable:
 def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
     """Evict whole segments if the capacity is smaller than before.
 
-    Segments that are too large for this capacity go first, because too few others fit beside them. Then come segments
-    with the smallest share of live bytes.
+    First evicts segments that are too large for this capacity, because too few other segments fit beside them. Then
+    evicts segments with the smallest share of live bytes.
     """
     compaction = Compaction(segments, records)
     left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in segments.dead.values()) * sizes.num_ranks
@@ -172,7 +172,7 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
 def _write_epoch(files: StoreFiles, found: FoundStore) -> Epoch:
     is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
     if found.is_restarted and is_written:
-        # The new store assigns the same addresses again, so the journal's entries would match wrong records.
+        # The restarted numbers assign the same addresses again, so old journal entries would withdraw new records.
         with contextlib.suppress(OSError):
             files.namespace.directory.remove_file(JOURNAL_NAME)
     return Epoch(found.epoch, is_written)

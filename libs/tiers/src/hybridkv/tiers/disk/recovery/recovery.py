@@ -1,10 +1,10 @@
-"""Recovery: the segments, the records and their LRU order that a start finds on disk.
+"""Recovery: finds the segments, the records and their LRU order on disk at a start. Changes nothing on disk.
 
-A record is found if its header is whole and names this address; if it is known to be whole (its segment is sealed, a
-snapshot or change lists it, or its payload is read now and matches); if every rank has it at the same address; and if
-it is not withdrawn. Of several records of one key the last written counts. A snapshot is read from an index that goes
-on working, so it may contain effects of later changes: the record with the higher address counts, whichever is
-listed first. Changes nothing on disk.
+Listed records: the snapshot or a change lists the record, and its segment is good; loads verify the bytes. Searched
+records: the header is whole and has this address; the segment is sealed, or the payload matches its checksum; and every
+rank has the record at this address. Withdrawn records are dropped. Of several records of one key, the last written
+record counts. A snapshot is written while the index continues to work, so it may contain effects of later changes: the
+record with the higher address counts, even if it is listed first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
-    """Frontier after these changes."""
+    """Frontier after a snapshot and these changes."""
     next_address, pending = saved.next_address, set(saved.pending)
     for change in changes:
         if isinstance(change, Reserved):
@@ -83,7 +83,7 @@ def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
 
 
 def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
-    """Keys of the records that these changes name by address, and that the snapshot lists: few of a large one."""
+    """Keys by address, for records of the snapshot that these changes refer to: few records of a large snapshot."""
     wanted = {change.address for change in changes}
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     places = np.flatnonzero(np.isin(addresses, np.fromiter(wanted, dtype=np.uint64, count=len(wanted))))
@@ -91,9 +91,9 @@ def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
 
 
 def replay(records: FoundRecords, key_at: dict[int, Key], changes: Iterable[Change]) -> set[Key]:
-    """Bring the records of a snapshot up to date. Returns the keys of records that moved.
+    """Apply changes to the records of a snapshot. Returns the keys of records with a new address.
 
-    Records in deleted segments must be included: they may have been moved before.
+    `records` must include records in deleted segments: the changes may move these records to other segments.
     """
     placed: set[Key] = set()
     for change in changes:
@@ -123,7 +123,7 @@ def replay(records: FoundRecords, key_at: dict[int, Key], changes: Iterable[Chan
 
 
 def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: Iterable[Key]) -> None:
-    """Drop doubtful records that lie outside of the present segments. `end_of`: their sizes."""
+    """Drop doubtful records that are outside of the present segments. `end_of`: sizes of the segments by number."""
     for key in doubtful:
         record = records.get(key)
         if record is None:
@@ -134,7 +134,8 @@ def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: It
 
 
 EPOCHS_AHEAD = 1 << 32
-"""Jump if the epoch is lost and some segment's epoch is unknown: more than a cache is ever cleared."""
+"""Increase of the epoch if the epoch file is lost and a segment's epoch is unknown: more than a cache is ever
+cleared."""
 
 
 class FoundStore(NamedTuple):
@@ -142,30 +143,30 @@ class FoundStore(NamedTuple):
 
     epoch: int
     is_new_epoch: bool
-    """The epoch must be written."""
+    """True if the epoch must be written."""
     segments: list[FoundSegment]
     useless: list[int]
-    """Segments to delete: earlier epochs, other versions, damaged, or not on every rank."""
+    """Segments to delete: of another epoch or version, damaged, or not on every rank."""
     unavailable: list[int]
-    """Segments with a file that could not be opened. Their contents are unknown; they are left alone."""
+    """Segments with a file that could not be opened. Their contents are unknown; this start does not touch them."""
     records: FoundRecords
     """Least recently used first."""
     next_number: int
     withdrawals: list[JournalEntry]
     num_scanned_segments: int
-    """Segments with records to read."""
+    """Number of segments that were searched for records."""
     num_changes: int
-    """Changes read beside the snapshot."""
+    """Number of changes read after the snapshot."""
     resume_at: changes.Decoded | None
-    """End of the file of changes, if it and the snapshot name exactly the found records."""
+    """File of changes to continue, if the file and the snapshot list exactly the found records; else None."""
     is_restarted: bool = False
-    """Addresses are given out a second time."""
+    """True if segment numbers restart from 0, so that addresses are assigned again."""
 
 
 def recover(namespace: NamespaceFiles, max_metadata_bytes: int, max_records: int) -> FoundStore:
-    """Read the store. An unreadable file counts as damaged; of a snapshot, at most `max_records` records are read.
+    """Read the store. An unreadable file counts as damaged. Reads at most `max_records` records of a snapshot.
 
-    `OSError` if a directory cannot be read or a file is not ours.
+    `OSError` if a directory cannot be read, a file is not this user's own, or this process is short of a resource.
     """
     headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
@@ -201,7 +202,7 @@ def recover(namespace: NamespaceFiles, max_metadata_bytes: int, max_records: int
 
 
 def _restart_numbers(namespace: NamespaceFiles, headers: dict[int, Row], epoch: int) -> FoundStore:
-    """Drop everything, and number segments from 0."""
+    """Result without records: the index numbers segments from 0 again."""
     logger.warning("%s: the numbers of segments are used up; beginning anew, without what was stored", namespace.path)
     unavailable = [number for number, row in headers.items() if NoHeader.UNAVAILABLE in row]
     useless = [number for number in headers if number not in unavailable]
@@ -210,7 +211,8 @@ def _restart_numbers(namespace: NamespaceFiles, headers: dict[int, Row], epoch: 
 
 
 def _read_metadata(namespace: NamespaceFiles, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
-    """None if the file does not exist; empty, which counts as damaged, if it cannot be read."""
+    """Contents of a metadata file. None if the file does not exist or is too large. Empty, which counts as damaged, if
+    it cannot be read."""
     try:
         return namespace.directory.read_file(name, max_bytes)
     except OSError as error:
@@ -232,7 +234,7 @@ def _read_epoch(namespace: NamespaceFiles, headers: dict[int, Row]) -> tuple[int
 
 
 def _unused_epoch(headers: dict[int, Row], epoch: int) -> int:
-    """A later epoch that no segment has."""
+    """Epoch that no segment has; larger than all known epochs if possible."""
     used = {epoch, *epochs_in(headers.values())}
     is_known = all(NoHeader.UNAVAILABLE not in row for row in headers.values())
     following = max(used) + (1 if is_known else EPOCHS_AHEAD)
@@ -240,18 +242,18 @@ def _unused_epoch(headers: dict[int, Row], epoch: int) -> int:
 
 
 class _MetadataBounds(NamedTuple):
-    """Limits of metadata that is read. With these options a store writes no more."""
+    """Limits of metadata that is read. A store with these options writes no more."""
 
     file_bytes: int
     num_records: int
 
 
 class _Named(NamedTuple):
-    """Records that snapshot and changes list."""
+    """Records that the snapshot and the changes list."""
 
     records: FoundRecords
     frontier: Frontier | None
-    """None: any segment may hold other records."""
+    """Limit of the listed records. None: every segment may hold other records."""
     num_changes: int
     resume_at: changes.Decoded | None
 
@@ -276,7 +278,7 @@ def _read_names(namespace: NamespaceFiles, epoch: int, segments: list[FoundSegme
 
 
 def _read_changes(namespace: NamespaceFiles, base: bytes, max_bytes: int) -> changes.Decoded | None:
-    """Changes after the snapshot with this checksum, as far as they are readable."""
+    """Changes after the snapshot with this checksum, up to the first damage. None without a file for this snapshot."""
     data = _read_metadata(namespace, CHANGES_NAME, min(max_bytes, LARGEST_CHANGES_BYTES))
     since = None if data is None else changes.decode(data, namespace.digest, base)
     if since is not None and not since.is_whole:
@@ -299,7 +301,7 @@ def _read_journal(namespace: NamespaceFiles, max_bytes: int) -> list[JournalEntr
 
 
 def _add_found(namespace: NamespaceFiles, searches: list[SegmentSearch], records: FoundRecords) -> int:
-    """Add the unlisted records on disk, the last written last. Returns the number of segments read."""
+    """Add the unlisted records on disk, in the order of their writes. Returns the number of segments read."""
     num_searched = 0
     for rows in search_all(namespace, searches):
         num_searched += rows is not None
@@ -311,7 +313,7 @@ def _add_found(namespace: NamespaceFiles, searches: list[SegmentSearch], records
 
 
 def _remove_withdrawn(records: FoundRecords, withdrawals: list[JournalEntry]) -> int:
-    """Returns the number of removed records."""
+    """Remove withdrawn records. Returns the number of removed records."""
     if not withdrawals:
         return 0
     withdrawn = Withdrawals(len(withdrawals) + 1)
@@ -324,7 +326,7 @@ def _remove_withdrawn(records: FoundRecords, withdrawals: list[JournalEntry]) ->
 
 
 def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
-    """Records of a snapshot, and the keys of those outside of the present segments."""
+    """Records of a snapshot, and the keys of records outside of the present segments."""
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)
     page = np.uint64(PAGE_BYTES)

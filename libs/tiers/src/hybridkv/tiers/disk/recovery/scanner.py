@@ -1,4 +1,4 @@
-"""Scan of segment files at a start: the header of each file, and the records that no snapshot names.
+"""Scan of segment files at a start: reads the header of each file, and finds records that no snapshot lists.
 
 Changes nothing on disk.
 """
@@ -44,25 +44,25 @@ from hybridkv.tiers.threads import DaemonPool
 logger = logging.getLogger(__name__)
 
 SEARCH_BYTES = 1 << 18
-"""Read at once in search of the next record."""
+"""Bytes of one read in the search for the next record."""
 PIECE_BYTES = 1 << 20
-"""Read at once of a payload; a damaged header may hold any size."""
+"""Bytes of one read of a payload. Bounded, because a header may contain any size."""
 MAX_HOLE_BYTES = 1 << 26
-"""Largest hole in a payload that may be whole."""
+"""Most bytes of holes in a payload. A payload with more bytes of holes counts as damaged."""
 SCAN_THREADS = 8
-"""Segments read in parallel. A record's address is known only after the previous one was read, so a single reader
-mostly waits for the device."""
+"""Segments read in parallel. The address of a record is known only after the read of the previous record, so a single
+reader mostly waits for the device."""
 _ZEROS = memoryview(bytes(PIECE_BYTES))
 _MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
 
 
 class FoundSegment(NamedTuple):
-    """Segment that every rank has, of the present epoch."""
+    """Segment of the present epoch that exists on every rank."""
 
     number: int
     segment_bytes: int
     end_offset: int
-    """End of its last record, or the segment's size if unknown."""
+    """End of the last record; the segment's size if unknown."""
     is_sealed: bool
 
 
@@ -86,7 +86,7 @@ Row: TypeAlias = Sequence[FoundHeader | NoHeader]
 
 
 class SortedSegments(NamedTuple):
-    """Segment numbers by usefulness."""
+    """Segments and segment numbers, sorted by usefulness."""
 
     good: list[FoundSegment]
     useless: list[int]
@@ -94,7 +94,8 @@ class SortedSegments(NamedTuple):
 
 
 def read_headers(namespace: NamespaceFiles) -> dict[int, Row]:
-    """Headers by segment number, in order. `OSError` if a directory cannot be read or a file is not ours."""
+    """Headers by segment number, in order. `OSError` if a directory cannot be read, a file is not this user's own, or
+    this process is short of a resource."""
     found: dict[int, list[FoundHeader | NoHeader]] = {}
     for rank, directory in enumerate(namespace.ranks):
         for name in directory.list():
@@ -136,10 +137,10 @@ def epochs_in(rows: Iterable[Row]) -> list[int]:
 
 
 def next_free_number(rows: dict[int, Row], epoch: int) -> int:
-    """Above the number of every segment that was created.
+    """Segment number above all used segment numbers.
 
-    The name alone of a file without a header proves nothing. A segment of another epoch holds nothing; if its number is
-    very high, it may be left over from an index that restarted its numbers.
+    Ignores files without a valid header. Also ignores a segment of another epoch with a very high number: it may be a
+    remainder of an index that restarted its numbers.
     """
     made = [
         number
@@ -151,7 +152,7 @@ def next_free_number(rows: dict[int, Row], epoch: int) -> int:
 
 
 def sort_out(rows: dict[int, Row], epoch: int) -> SortedSegments:
-    """Good segments have a header of this epoch on every rank."""
+    """Sort segments by usefulness. A good segment has a header of this epoch on every rank."""
     found = SortedSegments([], [], [])
     for number, row in rows.items():
         whole = [header for header in row if isinstance(header, FoundHeader) and header.epoch == epoch]
@@ -168,16 +169,16 @@ def sort_out(rows: dict[int, Row], epoch: int) -> SortedSegments:
 
 
 class Frontier(NamedTuple):
-    """Limit of the listed records: unlisted ones may be at it or after it."""
+    """Limit of the listed records: unlisted records are at or after the limit, or at pending addresses."""
 
     next_number: int
-    """Above the number of every segment."""
+    """Upper bound of segment numbers, exclusive."""
     first_number: int
-    """Since then, no record was appended to an earlier segment, and in this one only from `next_address` on."""
+    """First segment that may hold unlisted records. In the segment of `next_address`, only from `next_address` on."""
     next_address: int
-    """Above the address of every record."""
+    """Upper bound of the addresses of known records, exclusive."""
     pending: frozenset[int]
-    """Addresses of records that were being written."""
+    """Addresses of records that were still written."""
 
 
 class SegmentSearch(NamedTuple):
@@ -185,13 +186,13 @@ class SegmentSearch(NamedTuple):
 
     segment: FoundSegment
     offsets: tuple[int, ...]
-    """Of records that were being written."""
+    """Offsets of records that were still written."""
     start: int
-    """Search everything from this offset on."""
+    """The search reads all bytes from this offset to the end of the segment."""
 
 
 def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[SegmentSearch]:
-    """Searches for records that were not listed at the frontier."""
+    """Searches for unlisted records at and after the frontier."""
     pending: dict[int, list[int]] = {}
     for address in sorted(frontier.pending):
         pending.setdefault(number_of(address), []).append(offset_of(address))
@@ -210,7 +211,7 @@ def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> lis
 
 
 def search_all(namespace: NamespaceFiles, searches: Sequence[SegmentSearch]) -> Iterator[list[FoundRecord] | None]:
-    """Records found by each search, in order; None if no byte was ever written there."""
+    """Records found by each search, in order; None if no bytes were written in the searched range."""
     search_one = partial(_search, namespace)
     if len(searches) <= SCAN_THREADS:
         yield from map(search_one, searches)
@@ -227,7 +228,7 @@ def search_all(namespace: NamespaceFiles, searches: Sequence[SegmentSearch]) -> 
 
 
 def _search(namespace: NamespaceFiles, search: SegmentSearch) -> list[FoundRecord] | None:
-    """Records that every rank has at the same address."""
+    """Records that every rank has at the same address. None if no bytes were written there."""
     common: dict[FoundRecord, None] | None = None
     is_read = False
     for rank, directory in enumerate(namespace.ranks):
@@ -246,7 +247,7 @@ def _search(namespace: NamespaceFiles, search: SegmentSearch) -> list[FoundRecor
 def _search_file(
     directory: Directory, rank: int, search: SegmentSearch, digest: bytes
 ) -> dict[FoundRecord, None] | None:
-    """None if no byte was written there."""
+    """Records in one rank's file. None if no bytes were written there."""
     segment = search.segment
     fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
     try:
@@ -264,7 +265,7 @@ def _search_file(
 
 
 def _headers_in(file: _File, search: SegmentSearch) -> Iterator[RecordHeader]:
-    """Every whole record header that matches its place. Records do not overlap."""
+    """Each whole record header that has the address where it was read. Skips overlapping records."""
     behind = 0
     for offset in search.offsets:
         header = file.header_at(offset) if offset >= behind else None
@@ -282,14 +283,14 @@ def _headers_in(file: _File, search: SegmentSearch) -> Iterator[RecordHeader]:
 
 
 class _File:
-    """One rank's file of a segment. Reads each byte of a searched range once."""
+    """One rank's open file of a segment. Reads each byte of a searched range once."""
 
     def __init__(self, directory: Directory, fd: int, segment: FoundSegment) -> None:
         self._directory = directory
         self._fd = fd
         self._segment = segment
         self._window = b""
-        """Whole pages read in search of a record."""
+        """Pages read in the search for a record."""
         self._window_at = 0
 
     def header_at(self, offset: int) -> RecordHeader | None:
@@ -306,7 +307,8 @@ class _File:
         return fits and header.address == address_of(self._segment.number, offset)
 
     def next_record(self, offset: int) -> int:
-        """Offset of the next page that looks like a record, from `offset` on."""
+        """Offset of the next page that begins with the magic number of a record, at or after `offset`. The end of the
+        segment if there is none."""
         while offset < self._segment.end_offset:
             if not self._window_at <= offset < self._window_at + len(self._window):
                 offset = self._read_window(offset)
@@ -319,7 +321,7 @@ class _File:
         return self._segment.end_offset
 
     def _read_window(self, offset: int) -> int:
-        """Read at `offset`, or at the next written page."""
+        """Read the window at `offset`, or at the next written page. Returns its offset."""
         end_offset = self._segment.end_offset
         written = self._directory.io.next_data(self._fd, offset) // PAGE_BYTES * PAGE_BYTES
         offset = max(offset, min(written, end_offset))
@@ -328,8 +330,8 @@ class _File:
         return offset
 
     def is_whole(self, header: RecordHeader) -> bool:
-        """True if the payload matches its header's checksum. Holes are not read: no write reached them, except that
-        some file systems store zeros so."""
+        """True if the payload matches the checksum in its header. Does not read holes, and treats them as zeros: some
+        file systems store written zeros as holes."""
         io, digest = self._directory.io, xxhash.xxh3_128()
         piece = memoryview(bytearray(min(header.payload_bytes, PIECE_BYTES)))
         offset = offset_of(header.address) + PAGE_BYTES

@@ -34,7 +34,7 @@ def decode_epoch(seals: Seals, name: str, data: bytes) -> int | None:
 
 
 def parse_epoch(data: bytes) -> int | None:
-    """Epoch of a mark, without a check of its seal. None if it is no mark."""
+    """Epoch of a mark, without a check of its seal. None if the bytes are no mark."""
     if len(data) != EPOCH_MARK_BYTES:
         return None
     magic, epoch = _HEAD.unpack(data[: _HEAD.size])

@@ -1,7 +1,7 @@
-"""Manifest of one prefix: every stored chunk of all groups on its path, from the first token, with its place.
+"""Manifest of one prefix: all stored chunks of all groups on its path, from the first token, with their places.
 
-The name of a manifest is derived from its last prefix, so a reader can compute it from the prompt. It is written after
-all chunks that it lists, and replaced only if it is bad or lists fewer chunks.
+The name of a manifest is derived from its last prefix, so a reader can compute the name from the prompt. A manifest is
+written after all chunks that it lists, and replaced only if it is bad, or lists fewer chunks than the new manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridkv.tiers.object.format.seals import SEAL_BYTES, Seals
 
 VERSION = 1
 _NUMBERS = 4
-"""Numbers of a part: tag, pack, offset, bytes."""
+"""Number of integers for a part: tag, pack, offset, size."""
 MAX_PARTS = 32_768
 """Limit of parts, of prefixes and of packs in one manifest. The decoder checks lengths before it allocates, since the
 bytes are untrusted."""
@@ -48,8 +48,8 @@ class ManifestNode(NamedTuple):
     """A prefix, and the stored chunks that end there.
 
     Args:
-        prefix: prefix hash; with the tag of a part it is the key.
-        parts: one for each group with a chunk here.
+        prefix: prefix hash. The tag of a part and this hash together are the key.
+        parts: one part for each group with a chunk that ends here.
 
     """
 
@@ -79,7 +79,7 @@ class _AnyVersion(msgspec.Struct, array_like=True, gc=False):
 
 
 class ManifestVersionError(Exception):
-    """A manifest of another version. Engines of that version read it."""
+    """A manifest has another version. Engines of that version can read it."""
 
 
 _any_version_decoder = msgspec.msgpack.Decoder(_AnyVersion)
@@ -88,7 +88,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[ManifestNode]) -> bytes:
-    """Encode a manifest. Readers reject one with more than `MAX_PARTS` parts.
+    """Encode a manifest. Readers reject a manifest with more than `MAX_PARTS` parts.
 
     Args:
         seals: seals of the fleet.
@@ -112,7 +112,7 @@ def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Man
 
 
 def is_sealed(seals: Seals, name: str, data: bytes) -> bool:
-    """Whether this fleet wrote these bytes under this name. Does not decode them."""
+    """True if this fleet wrote these bytes under this name. Does not decode them."""
     view = memoryview(data)
     return len(data) >= SEAL_BYTES and seals.is_valid(data[:SEAL_BYTES], name.encode(), view[SEAL_BYTES:])
 
@@ -143,7 +143,7 @@ def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> li
 
 
 def is_of_another_version(data: bytes) -> bool:
-    """Whether a manifest has another version, so that other engines may read it."""
+    """True if a manifest has another version, so that other engines may read it."""
     try:
         packs_of(data)
     except ManifestVersionError:
@@ -155,7 +155,7 @@ def packs_of(data: bytes) -> list[str] | None:
     """Packs that a manifest lists, without a check of its seal. None if it cannot be decoded.
 
     Raises:
-        ManifestVersionError: it has another version.
+        ManifestVersionError: the manifest has another version.
     """
     body = memoryview(data)[SEAL_BYTES:]
     try:

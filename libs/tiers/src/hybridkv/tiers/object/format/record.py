@@ -16,7 +16,7 @@ MAGIC = b"hkvpart1"
 LARGEST_KEY_BYTES = 64
 _CHECKSUM_BYTES = 16
 _HEAD = struct.Struct(f"<8sHHIQ{_CHECKSUM_BYTES}s{LARGEST_KEY_BYTES}s24x")
-"""Magic, rank, bytes of the key, zero, bytes of the chunk, XXH3-128 of them, the key; zeros."""
+"""Magic, rank, size of the key, zero, size of the chunk, XXH3-128 of the chunk, the key, zeros."""
 HEADER_BYTES = _HEAD.size + SEAL_BYTES
 assert HEADER_BYTES == 160
 
@@ -63,9 +63,9 @@ class RecordHead(NamedTuple):
 
     Args:
         rank: rank of the part.
-        key: its key.
+        key: key of the chunk.
         num_bytes: size of the chunk.
-        checksum: XXH3-128 of its bytes.
+        checksum: XXH3-128 of the chunk.
     """
 
     rank: int
@@ -96,7 +96,7 @@ def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> b
 
 
 def check_seal(seals: Seals, header: bytes, place: PartPlace, views: Sequence[memoryview]) -> Failure | None:
-    """Check the seal of a header, and with keyed seals of the bytes. None if it is valid."""
+    """Check the seal of a header. A keyed seal also covers the bytes. None if the seal is valid."""
     head, seal = header[: _HEAD.size], header[_HEAD.size : HEADER_BYTES]
     if seals.is_valid(seal, head, place.words(), views=views):
         return None

@@ -1,7 +1,7 @@
 """Seals: authentication of objects in a shared store.
 
-Without a secret, a seal detects accidental changes of headers. With a secret it is keyed BLAKE3 and covers the bytes of
-chunks too: without the secret no one can create a seal or move an object to another name.
+Without a secret, a seal detects accidental changes of headers. With a secret, a seal is keyed BLAKE3 and also covers
+the bytes of chunks: an attacker without the secret cannot create a seal, or move an object to another name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Seals:
     """Creates and checks the seals of one fleet.
 
     Args:
-        secret: shared by all engines; empty if every writer is trusted.
+        secret: secret that all engines share; empty if every writer is trusted.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
@@ -28,12 +28,12 @@ class Seals:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether seals are keyed, and so cover the bytes of chunks."""
+        """True if seals are keyed, and so cover the bytes of chunks."""
         return self._key is not None
 
     def of(self, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bytes:
-        """Seal of these parts, each preceded by its length. A keyed seal also covers the bytes of `views`, however they
-        are split; otherwise only the chunk's checksum covers them."""
+        """Seal of these parts, each preceded by its length. A keyed seal also covers the bytes of `views`, for any
+        split into views; otherwise only the chunk's checksum covers these bytes."""
         digest = blake3() if self._key is None else blake3(key=self._key)
         for part in parts:
             digest.update(len(part).to_bytes(_LENGTH_BYTES, "little"))
@@ -45,5 +45,5 @@ class Seals:
         return digest.digest()
 
     def is_valid(self, seal: bytes, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bool:
-        """Whether a seal matches. Constant time."""
+        """True if a seal matches. Compares in constant time."""
         return hmac.compare_digest(seal, self.of(*parts, views=views))

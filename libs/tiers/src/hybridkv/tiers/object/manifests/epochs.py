@@ -1,4 +1,4 @@
-"""Epochs of a cache: the mark of the current one, its number and its namespace. Earlier chunks are not found."""
+"""Epochs of a cache: mark, number and namespace of the current epoch. Chunks of earlier epochs are not found."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An epoch is the second in which it began, by the clock of the host that began it.
+# The number of an epoch is the second in which it began, by the clock of the host that began it.
 FARTHEST_AHEAD_S = 86_400
-"""A mark further in the future is ignored. Clocks of hosts differ by less."""
+"""A mark that is further in the future is ignored. Clocks of hosts differ by less."""
 
 
 def next_epoch(epoch: int, now_s: float) -> int:
@@ -52,14 +52,14 @@ async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) ->
 
 
 async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> None:
-    """Write the mark of an epoch. If two engines do this at once and the earlier epoch wins, the engine of the later
-    one writes its mark again at its next check."""
+    """Write the mark of an epoch. If two engines write at the same time and the mark of the earlier epoch stays, the
+    engine with the later epoch writes its mark again at its next check."""
     name = epoch_name(cache)
     await store.put_async(name, encode_epoch(seals, name, epoch), use_multipart=False)
 
 
 class EpochTracker:
-    """Current epoch of a cache, and whether the store can be written.
+    """Tracks the current epoch of a cache, and if the store can be written.
 
     Args:
         collection: the cache in the store.
@@ -83,16 +83,16 @@ class EpochTracker:
         self.manifest_namespace: str | None = None
         """Namespace of manifests. Changes in the step of the loop that forgets the old epoch."""
         self._lock = threading.Lock()
-        """For `_epoch` and `namespace`, which both threads change."""
+        """Protects `_epoch` and `namespace`, which both threads change."""
         self.takes_objects = False
         self._opened: Future[None] = Future()
         self._is_only_read = False
-        """The log says that the store is read-only."""
+        """True if the last logged change is that the store is read-only."""
 
     # On the engine's thread.
 
     def wait_until_opened(self, timeout_s: float) -> None:
-        """Wait until the store was checked.
+        """Wait until the store was checked. A timeout is only logged.
 
         Raises:
             TierConfigurationError: the store lacks a needed feature, or denies access.
@@ -103,7 +103,7 @@ class EpochTracker:
             logger.warning("the object store is not reached yet: nothing is found or stored there until it is")
 
     def begin_next(self) -> int:
-        """Switch new packs to a new epoch, and return it. `reset` follows on the loop."""
+        """Switch new packs to a new epoch, and return its number. Call `reset` on the loop afterwards."""
         with self._lock:
             epoch = self._epoch = next_epoch(self._epoch, time.time())
             self.namespace = namespace_of(self._cache, epoch)
@@ -113,13 +113,13 @@ class EpochTracker:
 
     def reset(self, epoch: int) -> None:
         """Switch manifests to an epoch that this engine began, and write its mark."""
-        if epoch == self._epoch:  # else a later one began meanwhile
+        if epoch == self._epoch:  # else a later epoch began meanwhile
             self.manifest_namespace = namespace_of(self._cache, epoch)
             self._loop.spawn(self._begin_epoch(epoch), is_write=True)
 
     async def follow(self) -> None:
-        """Check the store as soon as it can be reached, then poll the epoch. Runs until `close`: a store that is
-        recovering may refuse a request once and accept it a second later."""
+        """Check the store as soon as it can be reached, then poll the epoch. Runs until `close`, also after errors: a
+        recovering store may refuse a request, and accept it a second later."""
         options, retry_s = self._options, self._options.first_retry_s
         while not self._loop.is_closed:
             try:
@@ -153,7 +153,7 @@ class EpochTracker:
         self._is_only_read = not self.takes_objects
 
     async def _prove(self) -> str | None:
-        """Reason why the store cannot be written, or None. Raises if it cannot be used, unless it was read before."""
+        """Reason why the store cannot be written, or None. Raises if it cannot be used and was never read."""
         try:
             return await self._loop.call(prove, self._store, self._cache)
         except TierConfigurationError as error:

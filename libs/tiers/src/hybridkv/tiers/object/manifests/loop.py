@@ -77,7 +77,7 @@ class StoreLoop:
         return await asyncio.wrap_future(self._pool.submit(call, *arguments))
 
     def log_failure(self, action: str, error: Exception) -> None:
-        """Log a failed request: as a warning, but at debug level if the last one failed too.
+        """Log a failed request: as a warning, but at debug level if the previous request failed too.
 
         Args:
             action: action that failed, as a past participle such as "read".
@@ -88,7 +88,7 @@ class StoreLoop:
         self._has_logged_failure = True
 
     def succeeded(self) -> None:
-        """A request succeeded."""
+        """Record that a request succeeded. The next failure is a warning again."""
         self._has_logged_failure = False
 
     def _run(self) -> None:

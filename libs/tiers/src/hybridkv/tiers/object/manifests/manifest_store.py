@@ -1,6 +1,6 @@
 """Manifest store: the `ObjectClient` of the scheduler. Its parts find, write and renew manifests.
 
-One thread with an event loop does all requests; the engine's thread queues work and takes events.
+One thread with an event loop sends all requests. The engine's thread queues work and takes events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridkv.tiers.object.store import clock_ahead_s
 from hybridkv.tiers.object.sweeping import CapacitySweeper
 
 _SWEEP_PAUSE = 20
-"""Sweeps take at most this fraction of the time: one part of this many."""
+"""Pause after a sweep, as a multiple of its duration: sweeps take at most 1/20 of the time."""
 
 
 class ManifestStore:
@@ -41,7 +41,7 @@ class ManifestStore:
         clock: clock of the index.
 
     Raises:
-        TierConfigurationError: a bound is set for a store that is not a directory.
+        TierConfigurationError: `capacity_bytes` is set for a store that is not a directory.
     """
 
     def __init__(self, collection: Collection, options: ObjectOptions, clock: Callable[[], float]) -> None:
@@ -131,7 +131,7 @@ class ManifestStore:
             self._loop.spawn(self._sweep(self._sweeper))
 
     async def _sweep(self, sweeper: CapacitySweeper) -> None:
-        """Keep the directory within its bound until `close`, also while the disk is full and takes no objects."""
+        """Keep the directory below its limit until `close`, also while the disk is full and accepts no objects."""
         while not self._loop.is_closed:
             took_s = 0.0
             is_reached = self._epochs.manifest_namespace is not None

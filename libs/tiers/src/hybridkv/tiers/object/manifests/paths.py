@@ -1,7 +1,7 @@
-"""Prefix graph: the parent of each prefix, and its chunks in the store. Manifests are built from it.
+"""Prefix graph: the parent of each prefix, and its chunks in the store. Manifests are built from the graph.
 
-Filled from the stores of this engine and the manifests that it reads. Bounded. No manifest is written for a path if its
-beginning was forgotten, because a partial manifest would hide a complete one.
+The graph contains the stores of this engine and the manifests that this engine reads. Its size is limited. If the
+beginning of a path was forgotten, no manifest is written for the path: a partial manifest would hide a complete one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridkv.tiers.object.names import is_boundary, prefix_of, tag_of
 from hybridkv.tiers.object.packs import Stored
 
 MAX_NODES = 131_072
-"""Prefixes and chunks in the prefix graph, from which manifests are built."""
+"""Limit of prefixes and chunks in the prefix graph, together."""
 _BEGINNING = b""
 """Parent of the first prefix of a path."""
 
@@ -27,11 +27,11 @@ class _Step:
         self.before: bytes | None = None
         """Parent prefix; None while unknown."""
         self.parts: dict[bytes, ManifestPart] = {}
-        """By tag."""
+        """Stored chunks that end at this prefix, by tag."""
         self.needed: frozenset[bytes] = frozenset()
         """Tags that later prefixes need."""
         self.is_learned = False
-        """It was read from a manifest, so it is unknown which of its parts are optional."""
+        """True if the prefix was read from a manifest. Then it is unknown which of its parts are optional."""
 
 
 class Paths:
@@ -62,8 +62,8 @@ class Paths:
         return list(ended)
 
     def learn(self, path: Iterable[ManifestNode], is_bad: Callable[[ManifestPart], bool] = lambda part: False) -> None:
-        """Add the path of a manifest. A bad part counts as missing: no manifest includes it or a later prefix until it
-        is stored again."""
+        """Add the path of a manifest. A bad part counts as missing: no manifest includes the part or a later prefix
+        until the part is stored again."""
         before = _BEGINNING
         for node in path:
             step = self._step(node.prefix)
@@ -79,7 +79,7 @@ class Paths:
             before = node.prefix
 
     def ends(self, prefixes: Sequence[bytes], boundary_every: int) -> list[bytes]:
-        """The prefixes that need a manifest: boundaries, and those that no other of these prefixes extends."""
+        """Prefixes that need a manifest: boundaries, and prefixes that no other given prefix extends."""
         followed = {self._steps[prefix].before for prefix in prefixes}
         return [prefix for prefix in prefixes if prefix not in followed or is_boundary(prefix, boundary_every)]
 
@@ -98,7 +98,7 @@ class Paths:
         return path[::-1]
 
     def forget(self, key: Key, pack: str) -> None:
-        """Remove a chunk that is not in this pack."""
+        """Remove a chunk if its place is in this pack, where its bytes are missing or wrong."""
         step = self._steps.get(prefix_of(key))
         if step is not None and (part := step.parts.get(tag_of(key))) is not None and part.pack == pack:
             del step.parts[tag_of(key)]
@@ -107,7 +107,7 @@ class Paths:
                 step.needed |= {tag_of(key)}
 
     def behind(self, prefix: bytes, last: bytes, boundary_every: int) -> list[bytes]:
-        """Prefixes with manifests after `prefix`, up to and including `last`."""
+        """Prefixes with manifests from `prefix` to `last`, both included, in reverse order."""
         ends = [last]
         at = self._steps.get(last)
         for _ in range(len(self._steps)):

@@ -1,7 +1,7 @@
 """Manifest reader: checks the size before the body, and the seal before decoding.
 
 A manifest with a wrong seal is read once more by a range request. If that fails too, this host does not read that
-version for a while. Nothing is deleted: another host may read it without errors.
+version for a while. The manifest is not deleted, because another host may read it without errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Quarantine(Generic[K, V]):
     """Entries that this host found bad. They expire and are not shared: the fault may be in this host's reads.
 
     Args:
-        max_entries: limit; the oldest entry goes first.
+        max_entries: limit of entries. The oldest entry is removed first.
         lasts_s: lifetime of an entry.
         clock: seconds.
     """
@@ -91,7 +91,7 @@ class Collection:
 
 
 class ManifestReader:
-    """Reads manifests. Remembers which versions and which places of chunks are bad. Used on one event loop.
+    """Reads manifests. Keeps lists of bad versions of manifests and bad places of chunks. Used on one event loop.
 
     Args:
         collection: the cache in the store.
@@ -108,7 +108,7 @@ class ManifestReader:
         self.requests = asyncio.Semaphore(MAX_REQUESTS)
         """Limits concurrent requests to the store."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_open_keys, options.bad_s, clock)
-        """ETag of the version that is not read again, by object name. No store has empty ETags."""
+        """ETag of the version that is not read again, by object name. Empty if the store has no ETags."""
         self._bad_places: Quarantine[tuple[str, int], bool] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """Places with wrong or missing bytes, by pack and offset."""
 
@@ -119,7 +119,7 @@ class ManifestReader:
         self._bad.add(name, tag or "")
 
     def trust(self, name: str) -> None:
-        """A manifest was rewritten, or read without errors."""
+        """Undo `distrust`, because a manifest was rewritten, or read without errors."""
         self._bad.release(name)
 
     def distrust_place(self, pack: str, offset: int) -> None:
@@ -127,19 +127,19 @@ class ManifestReader:
         self._bad_places.add((pack, offset), True)
 
     def is_bad(self, part: ManifestPart) -> bool:
-        """Whether a part lies in a place that is not offered."""
+        """True if a part is in a place that is not offered."""
         return (part.pack, part.offset) in self._bad_places
 
     def decoded(self, name: str, prefix: bytes, body: ObjectBody) -> list[ManifestNode] | None:
-        """Path of a manifest that was read. None if it is unusable: it ends elsewhere, or lists packs of another
-        namespace."""
+        """Path of a manifest that was read. None if the manifest is unusable: it cannot be decoded, ends at another
+        prefix, or lists packs of another namespace."""
         path = decode_manifest(self._seals, name, self._world_size, body.data or b"")
         if path is None or path[-1:] == [] or path[-1].prefix != prefix:
             return None
         return path if is_all_in(path, name.partition("/")[0]) else None
 
     async def read(self, name: str, *, is_again: bool = False) -> ObjectBody | None:
-        """Read a manifest with a valid seal. None if there is none.
+        """Read a manifest. None if there is none with a valid seal.
 
         Args:
             name: name of the object.
@@ -183,10 +183,10 @@ class ManifestReader:
 
 
 def is_in(pack: str, namespace: str) -> bool:
-    """Whether a pack belongs to a namespace."""
+    """True if a pack belongs to a namespace."""
     return pack.startswith(f"{namespace}/")
 
 
 def is_all_in(path: Sequence[ManifestNode], namespace: str) -> bool:
-    """Whether a path lists packs of this namespace alone."""
+    """True if a path lists only packs of this namespace."""
     return all(is_in(pack, namespace) for pack in {part.pack for node in path for part in node.parts})

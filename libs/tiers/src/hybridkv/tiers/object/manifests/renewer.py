@@ -23,7 +23,7 @@ USE_INTERVAL_S = 60.0
 MAX_USED = 4096
 """Paths with a remembered report."""
 _LOCAL_RENEWALS = 50
-"""Factor on the renewals a second for a directory instead of a server."""
+"""Factor on `renewals_per_s` for a directory."""
 
 
 class ManifestRenewer:
@@ -55,7 +55,7 @@ class ManifestRenewer:
         self._loop = loop
         self._clock = clock
         self._used: OrderedDict[Key, float] = OrderedDict()
-        """When the last reported use of each path was, by the first of the keys."""
+        """Time of the last reported use of each path, by the first of its reported keys."""
         self._renewal: asyncio.Task[None] | None = None
         self._keep_alive: KeepAlive | None = None
         if self._life_s is not None:
@@ -68,7 +68,7 @@ class ManifestRenewer:
     # On the engine's thread.
 
     def is_use_due(self, key: Key) -> bool:
-        """Whether a use of the path that begins with this key is to be reported now."""
+        """True if a use of a path must be reported now. `key`: the first of the reported keys."""
         now_s = self._clock()
         if self._life_s is None or not self._epochs.takes_objects:
             return False
@@ -88,13 +88,13 @@ class ManifestRenewer:
     # On the loop.
 
     def use(self, prefixes: Iterable[bytes]) -> None:
-        """Manifests of these prefixes are in use."""
+        """Record a use of the manifests of these prefixes."""
         if self._keep_alive is not None:
             self._keep_alive.use(prefixes)
             self._renew()
 
     def on_read(self, path: Sequence[bytes]) -> None:
-        """The manifest of the last of these prefixes was read for a request. Each boundary before it has one too."""
+        """Record that the manifest of the last prefix was read. Each boundary before it has a manifest too."""
         namespace = self._epochs.manifest_namespace
         if self._keep_alive is None or namespace is None or not path:
             return
@@ -105,12 +105,12 @@ class ManifestRenewer:
         self.use(used)
 
     def on_stored(self, packs: set[str]) -> None:
-        """These packs were written."""
+        """Record packs that were written."""
         if self._keep_alive is not None:
             self._keep_alive.stored(packs)
 
     def on_written(self, prefix: bytes, name: str) -> None:
-        """A manifest was written."""
+        """Record a manifest that was written."""
         if self._keep_alive is not None:
             self._keep_alive.written(prefix, name)
             self._renew()
@@ -121,7 +121,7 @@ class ManifestRenewer:
             self._keep_alive.clear()
 
     def _renew(self) -> None:
-        """Start the renewals that wait, unless they run already."""
+        """Start the waiting renewals, unless they run already."""
         assert self._keep_alive is not None
         is_running = self._renewal is not None and not self._renewal.done()
         if self._keep_alive.has_waiting and self._epochs.takes_objects and not is_running:

@@ -1,6 +1,6 @@
 """Search for the last manifest of a path, and the searches of an engine.
 
-Every search ends with `LookupAnswered` or `LookupFailed`, whatever the store does.
+Every started search ends with `LookupAnswered` or `LookupFailed`, also if the store fails or does not answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace
 
 MAX_SEARCHING = 32
-"""Concurrent searches; others wait."""
+"""Limit of concurrent searches. Further searches wait."""
 MAX_SEARCHING_FOR_STORES = 8
-"""Those of them before stores."""
+"""Limit of concurrent searches before stores, which are included in `MAX_SEARCHING`."""
 MAX_PROBES = 16
-"""Manifests read in one round of a search for the last boundary with a manifest."""
+"""Limit of manifests read in one round of a search for the last boundary with a manifest."""
 MAX_TAIL_PROBES = 32
-"""Manifests read after that boundary, where a path may have ended at any prefix."""
+"""Limit of manifests read after that boundary, where a path may have ended at any prefix."""
 
 Found = TypeVar("Found")
 Read = Callable[[Sequence[bytes]], Awaitable[Sequence[Found | None]]]
@@ -40,18 +40,18 @@ Read = Callable[[Sequence[bytes]], Awaitable[Sequence[Found | None]]]
 async def find_last(
     prefixes: Sequence[bytes], read: Read[Found], boundary_every: int, max_probes: int, max_tail_probes: int
 ) -> tuple[bytes, Found] | None:
-    """Find the last prefix of a path that has a manifest, and the manifest. Few rounds of reads.
+    """Find the last prefix of a path with a manifest, and this manifest, in few rounds of reads.
 
-    Manifests are at boundaries, which every reader can compute, and where a path ended. If a boundary has a manifest,
-    the boundaries before it are taken to have one too, so each round cuts the search range. After the last boundary
-    with a manifest, every prefix up to the next boundary is a candidate.
+    A stored path has manifests at its boundaries, which every reader can compute, and at its end. If a boundary has a
+    manifest, the search assumes that all earlier boundaries have manifests too, so each round cuts the search range.
+    After the last boundary with a manifest, every prefix up to the next boundary is a candidate.
 
     Args:
         prefixes: prefixes of one path, in order.
         read: reads one round of manifests.
         boundary_every: average number of prefixes for one boundary.
-        max_probes: reads of one round.
-        max_tail_probes: candidates after the last boundary; the last ones count.
+        max_probes: limit of reads in one round.
+        max_tail_probes: limit of candidates after that boundary. The last candidates are read.
     """
     boundaries = [place for place, prefix in enumerate(prefixes) if is_boundary(prefix, boundary_every)]
     found: tuple[bytes, Found] | None = None
@@ -121,9 +121,9 @@ class ManifestSearcher:
         self._on_read = on_read
         self._on_ended = on_ended
         self._num_searching = {False: 0, True: 0}
-        """Running searches of requests, and before stores (True)."""
+        """Number of running searches of requests (False), and before stores (True)."""
         self._waiting: dict[bool, deque[Callable[[], None]]] = {False: deque(), True: deque()}
-        """Those that have not begun. Requests go first."""
+        """Searches that have not begun. Requests go first."""
 
     def begin(self, request: int, keys: Sequence[Key], until_s: float, is_for_store: bool) -> None:
         """Begin a lookup, or queue it if too many run."""
@@ -188,8 +188,8 @@ class ManifestSearcher:
         return LookupAnswered(request, places, self._clock())
 
     async def _probe_all(self, search: _ManifestSearch, wanted: Mapping[bytes, int]) -> list[bool | None]:
-        """Whether these prefixes have manifests. One unreadable object counts as missing, since anyone may create one.
-        Raises if all reads failed."""
+        """True for each prefix with a manifest, None for others. An unreadable object counts as missing, since anyone
+        may create one. Raises if all reads failed."""
         probes = (self._probe(search, prefix, place) for prefix, place in wanted.items())
         answers = await asyncio.gather(*probes, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -206,7 +206,7 @@ class ManifestSearcher:
         return True
 
     async def _path(self, search: _ManifestSearch, place: int, prefix: bytes) -> list[ManifestNode]:
-        """Path of the manifest that a search found. Empty if the manifest is unusable."""
+        """Path of the manifest that a search found. Empty if the manifest is missing or unusable."""
         name = manifest_name(search.namespace, prefix)
         body = search.body if search.place == place else None
         body = body or await self._reader.read(name)

@@ -1,7 +1,7 @@
 """Manifest writer: writes manifests of stored paths, and replaces bad ones.
 
-It deletes nothing: a manifest that this host cannot read may be readable by another. An engine replaces a bad manifest
-once it has stored all chunks that the manifest lists.
+The writer deletes no manifest: another host may be able to read a manifest that this host cannot read. An engine
+replaces a bad manifest after it has stored all chunks that the manifest lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridkv.tiers.object.packs import PackPlace, Stored
 logger = logging.getLogger(__name__)
 
 MAX_UNPUBLISHED = 1024
-"""Path ends without a manifest yet, because an earlier part is unknown."""
+"""Limit of path ends that have no manifest yet."""
 
 
 class ManifestWriter:
@@ -33,7 +33,7 @@ class ManifestWriter:
         collection: the cache in the store.
         options: limits.
         reader: reads existing manifests.
-        renewer: keeps the written ones alive.
+        renewer: renews the written manifests.
         epochs: namespace of the manifests.
         loop: event loop of the requests.
     """
@@ -59,7 +59,7 @@ class ManifestWriter:
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths without a manifest yet: an earlier part is unknown, or the write failed. The oldest first."""
         self.num_duplicates = 0
-        """Chunks that this engine stored, though another one had stored them, since the start."""
+        """Number of chunks that this engine stored although another engine had stored them, since the start."""
 
     def learn(self, path: Iterable[ManifestNode]) -> None:
         """Add the path of a manifest that was read."""
@@ -99,13 +99,13 @@ class ManifestWriter:
         self._unpublished.clear()
 
     async def _put(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> None:
-        """Write a manifest. An existing one is kept if its writer had stored the same path, unless it is bad.
+        """Write a manifest. An existing manifest is kept, unless it is worse (`_is_worse`).
 
         Args:
             prefix: the last prefix of the path.
             name: name of the object.
             path: the path.
-            own: packs of the chunks that were stored now. Those that others had stored are counted and removed.
+            own: packs of the chunks that were stored now. Chunks that others had stored are counted and removed.
         """
         from obstore.exceptions import AlreadyExistsError
 
@@ -130,8 +130,8 @@ class ManifestWriter:
             self._unpublished[prefix] = None  # retried with the next store
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
-        """Whether this path should replace the existing manifest: that one is invalid, or lists no chunk that this path
-        lacks, and either a bad place or fewer chunks. One of another version is kept."""
+        """True if this path should replace the existing manifest: the manifest is invalid; or it lists no chunk that
+        this path lacks, and lists a bad place or fewer chunks. A manifest of another version is kept."""
         body = await self._reader.read(name, is_again=True)
         standing = None if body is None else self._reader.decoded(name, prefix, body)
         if standing is None:

@@ -1,6 +1,6 @@
-"""Base class of the connectors with one half in each process: vLLM's connector interface, forwarded to that half.
+"""Base class of the connectors: forwards vLLM's connector interface to the half in this process.
 
-The scheduler's half decides what is loaded and stored; the worker's half moves bytes.
+The scheduler's half plans loads and stores; the worker's half moves the bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerHalf(Protocol):
-    """Part of a scheduler's half that all connectors have."""
+    """Methods that the scheduler's halves of all connectors have."""
 
     def track(self, request: Request) -> object: ...
 
@@ -43,7 +43,7 @@ Worker = TypeVar("Worker")
 
 
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker]):
-    """Connector of vLLM without the halves. A subclass has the half of this process.
+    """Connector of vLLM. A subclass has the half of this process: the scheduler's half or the worker's half.
 
     Raises:
         ConfigurationError: the engine or the configuration cannot work.
@@ -66,7 +66,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
     # Worker side.
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: no request runs before its load has ended."""
+        """Does nothing: all loads are asynchronous, so no request runs before its load has ended."""
 
     # Scheduler side.
 
@@ -75,7 +75,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._require_scheduler().matched_tokens(request, num_computed_tokens)
-        # Always asynchronous, also for a load that copies at once: only then can it fail without other requests.
+        # Always asynchronous, also for a load on the worker's own thread: only then can a load fail without an effect
+        # on other requests.
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -90,7 +91,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Checks the configuration: with full CUDA graphs vLLM calls this before it starts an engine process. False.
+        """Checks the configuration and returns False. With full CUDA graphs, vLLM calls this before it starts an engine
+        process.
 
         Raises:
             ConfigurationError: the configuration cannot work.

@@ -1,7 +1,7 @@
 """Base class of the connectors that store KV.
 
-Methods that vLLM calls and that are not defined here or in `connector_base` keep vLLM's default. `WaitingScheduler` is
-the scheduler's half until the store is open.
+Methods of vLLM's interface that neither this module nor `connector_base` defines keep vLLM's default.
+`WaitingScheduler` is the scheduler's half until the store is open.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ scheduler_logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 class WaitingScheduler:
-    """Scheduler's half before the facts of all workers have arrived. It finds nothing and stores nothing.
+    """Scheduler's half until the facts of all workers have arrived. Loads nothing and stores nothing.
 
     Args:
         num_ranks: number of workers that send facts.
@@ -59,7 +59,7 @@ class WaitingScheduler:
         self.facts: dict[int, dict[str, str]] = {}
         self.pool: BlockPool | None = None
         self.must_clear = False
-        """True if a reset came before the store was open: the slower tiers must be cleared once it is."""
+        """True after a reset: when the store is open, its tiers must be cleared."""
         self._has_warned = False
 
     @property
@@ -68,11 +68,11 @@ class WaitingScheduler:
         return len(self.facts) >= self.num_ranks
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Keeps the engine's block pool for the scheduler that follows."""
+        """Keeps the engine's block pool for the scheduler's half of the open store."""
         self.pool = pool
 
     def track(self, request: Request) -> None:
-        """Does nothing: the request is tracked when the engine looks it up again."""
+        """Does nothing: the scheduler's half of the open store tracks the request at the engine's next lookup."""
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         return 0
@@ -90,7 +90,7 @@ class WaitingScheduler:
         return False
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """Takes the facts that arrive with a step's output."""
+        """Takes the facts of workers from a step's output. Warns once if facts are still missing."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self.facts |= outcome.facts
@@ -122,7 +122,7 @@ _live: weakref.WeakSet[StoreConnector] = weakref.WeakSet()
 
 
 class StoreScheduler(Protocol):
-    """Scheduler's half of a connector. Its methods never block."""
+    """Scheduler's half of a connector that stores. Its methods never block."""
 
     def bind_block_pool(self, pool: BlockPool) -> None: ...
 
@@ -148,7 +148,7 @@ class StoreScheduler(Protocol):
 
 
 class StoreWorker(Protocol):
-    """Worker's half of a connector. Its methods raise nothing into the engine."""
+    """Worker's half of a connector that stores. Its methods raise no errors."""
 
     def start_loads(self, plan: Any) -> None: ...
 
@@ -166,14 +166,14 @@ class StoreWorker(Protocol):
 
 
 SUSPEND_S = 60.0
-"""Longest wait for copies in flight before an engine sleeps."""
+"""Maximum seconds that an engine waits for copies in flight before it sleeps."""
 
 
 class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWorker]):
     """Connector that stores KV. A subclass sets `_layout` and the half of this process.
 
     Raises:
-        ConfigurationError: the engine already has a connector of this class at this place.
+        ConfigurationError: the engine already has a connector of this class with the same `ChildPlace`.
     """
 
     _cache_hit_source = compat.HOST_HIT
@@ -191,8 +191,8 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
         self._has_failed_to_open = False
 
     def _refuse_second(self) -> None:
-        """Refuses a second connector of this class in one engine: everything would be stored twice, and its counts and
-        gauges would overwrite those of the first. HybridMultiConnector gives each child a place of its own.
+        """Refuses a second connector of this class in one engine. Both would store the same chunks, and the second
+        would overwrite metrics of the first. Children of one HybridMultiConnector have different places.
         """
         for other in _live:
             if type(other) is type(self) and other.role == self.role and other._is_at(self):
@@ -207,7 +207,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
         return (self._engine_id, self._child_place.number) == (other._engine_id, other._child_place.number)
 
     def _other_half(self) -> StoreConnector | None:
-        """The scheduler's connector, if it is in this process and this worker is its only one."""
+        """The connector with the other role, if it is in this process and the engine has one worker; else None."""
         for other in _live:
             is_half = type(other) is type(self) and other._is_at(self) and other.role != self.role
             if is_half and self._layout.world_size == 1:
@@ -216,7 +216,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: tokens that a cache drops are computed again."""
+        """False: if a store fails, later requests compute the tokens again."""
         return False
 
     @property
@@ -241,7 +241,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
         return WorkerFacts(facts) if facts is not None else None
 
     def unregister_kv_caches(self) -> None:
-        """Waits until no copy uses the KV cache, before vLLM unmaps it. Later copies fail. Can be called again.
+        """Waits until no copy uses the KV cache; then vLLM unmaps it. Later copies fail. May be called several times.
 
         Raises:
             RuntimeError: copies are still in flight after `SUSPEND_S`; the KV cache must stay mapped.
@@ -253,14 +253,14 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
             )
 
     def restore_kv_caches(self) -> None:
-        """Copies again, once vLLM has mapped the KV cache at its old addresses. Can be called again."""
+        """Allows copies again, after vLLM has mapped the KV cache at its old addresses. May be called several times."""
         self._require_worker().resume()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._require_worker().start_loads(self._step_plan())
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: vLLM never calls it for recurrent layers, so all groups are stored after the forward pass."""
+        """Does nothing: vLLM does not call this for recurrent layers, so `wait_for_save` stores all groups."""
 
     def wait_for_save(self) -> None:
         self._require_worker().start_stores(self._step_plan())
@@ -282,7 +282,8 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
     # Scheduler side.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Takes the facts of the workers at the start. Metadata of other connectors' workers is ignored.
+        """Takes the facts of the workers, and opens the store when all facts have arrived. Ignores metadata of other
+        connectors' workers.
 
         Raises:
             ConfigurationError: the store cannot be opened; the engine does not start.
@@ -310,7 +311,8 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
             scheduler.bind_block_pool(gpu_block_pool)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        # If a chunk ends inside a block, a load fills only a part of the block, so the engine must zero the rest.
+        # Not groups with blocks that chunks cut: a load may fill only a part of a block, so the engine must zero the
+        # rest.
         spec = self._layout.spec
         return tuple(index for index in spec.stored_groups if index not in spec.cut_groups)
 
@@ -324,7 +326,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
             self._open_late()
 
     def _open_late(self) -> None:
-        """Opens the store while the engine already serves. If that fails, the engine continues without the store."""
+        """Opens the store while the engine already serves. After a failure the engine continues without the store."""
         name = type(self).__name__
         try:
             self._open()
@@ -344,7 +346,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks that are still being copied out are pinned in the pool, so the request can release its own reference.
+        # Blocks with a copy in flight are pinned in the pool, so the request may release its own references.
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -354,7 +356,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
         return self._require_scheduler().has_work_in_flight()
 
     def reset_cache(self) -> bool | None:
-        """Drops everything that is stored; with `"on_reset": "keep"` nothing. vLLM calls it before it sleeps, too."""
+        """Drops all stored chunks; with `"on_reset": "keep"` none. vLLM also calls this before it sleeps."""
         if self._keeps_on_reset:
             logger.info("%s: a reset of vLLM's caches keeps the tiers, as on_reset says", type(self).__name__)
             return True
@@ -370,7 +372,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
 
 
 def mark_live(connector: StoreConnector) -> None:
-    """Marks a fully built connector as live. From now on a second one at its place is refused."""
+    """Marks a fully built connector as live. From now on, a second connector with the same place is refused."""
     _live.add(connector)
 
 

@@ -1,1 +1,1 @@
-"""Blocks of the engine: their tables and pins, corrupt ones, and those that loads reserve."""
+"""Blocks of the engine: block tables, pins, corrupt blocks, and blocks that loads reserve."""

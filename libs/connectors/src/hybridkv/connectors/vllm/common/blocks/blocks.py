@@ -1,7 +1,7 @@
 """Block tables of the engine as lazy views, and pins of blocks in the engine's block pool.
 
-A request's table has one entry for each block, and for each block that left a window. A copy of all tables in every
-step would cost more than the work of the step, so only the entries that are read are copied.
+A request's table has one entry for each block, also for blocks that left a window. A copy of all tables in every step
+would cost more time than the step's other work, so only entries that are read are copied.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BlockIds(Sequence[int]):
         blocks = self._blocks
         if not blocks:
             return 0
-        # Blocks that left a window are all the one null block. Comparing the objects finds that without reading ids.
+        # All blocks that left a window are the same null block. Comparing objects is faster than reading their ids.
         if blocks[0].block_id == block_id and blocks == [blocks[0]] * len(blocks):
             return len(blocks)
         return list(self).count(block_id)
@@ -74,7 +74,7 @@ def tables_of(blocks: Sequence[Sequence[KVCacheBlock]]) -> tuple[BlockIds, ...]:
 
 
 def lazy_tables(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable[[str], Sequence[Sequence[int]]]:
-    """Lazy variant of `resolve`, if `resolve` is a method of an object that also returns blocks; else `resolve`."""
+    """Lazy variant of `resolve`, if `resolve` is a method of an object with `get_blocks`; else `resolve` itself."""
     get_blocks = getattr(getattr(resolve, "__self__", None), "get_blocks", None)
     return resolve if get_blocks is None else lambda request_id: tables_of(get_blocks(request_id).blocks)
 
@@ -108,5 +108,5 @@ class BlockPins:
 
 
 def frees_on_end(blocks: Iterable[KVCacheBlock]) -> bool:
-    """Whether a block has no other reference, so that the engine gets it back when the pin ends."""
+    """Whether at least one of the pinned blocks has no other reference. The end of the pin frees such a block."""
     return any(block.ref_cnt == 1 for block in blocks)

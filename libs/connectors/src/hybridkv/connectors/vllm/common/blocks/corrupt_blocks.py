@@ -2,20 +2,20 @@
 
 There are two kinds:
 
-- Bad copies. If the engine's own hit ends inside a block, it copies that block. vLLM 0.32 makes two mistakes. It copies
-  as many bytes as a page of the first layer at that address, also for layers with larger pages (see
-  `compat.copies_whole_blocks`). And it reads all sources before it writes any, although one copy of a step may depend
-  on another.
+- Bad copies. If the engine's own hit ends inside a block, the engine copies this block. vLLM 0.32 has two bugs. It
+  copies as many bytes as a page of the first layer at that address, also for layers with larger pages (see
+  `compat.copies_whole_blocks`). And it reads all sources before it writes a destination, although one copy of a step
+  may depend on another copy.
 - Misfiled states. If a recurrent group has larger blocks than another group, a prefill may end inside a recurrent block
-  (see `compat.prefill_cut_tokens`). The engine then caches the state, and hands it over, as if it were the state at the
-  end of that block. Such a state is recognized by its boundary: the request's next prefill chunk passes the boundary
-  without a stop.
+  (see `compat.prefill_cut_tokens`). The engine then caches the state at this point, and hands it over, as the state at
+  the end of the block. This module recognizes such a state by its boundary: the request's next prefill chunk passes the
+  boundary without a stop.
 
-A request that continues from a corrupt block computes wrong content, which the engine caches under correct hashes, so
-every later hit on that content is wrong too. Such a request is "misled": nothing of it may reach a tier or a peer.
+A request that continues from a corrupt block computes wrong content. The engine caches this content under correct
+hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
 Misfiled states are also evicted from the engine's own cache.
 
-This module repairs nothing else in the engine, and does not read bytes. A block in doubt counts as corrupt.
+This module repairs nothing else in the engine, and reads no bytes. A block in doubt counts as corrupt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
-    """Groups with blocks that the engine may copy only in part: their pages are not the smallest."""
+    """Groups with blocks that the engine may copy only in part: groups with a page larger than the smallest page."""
     smallest = min((layer.page_bytes for layers in layout.layers for layer in layers), default=0)
     larger = frozenset(
         index for index, layers in enumerate(layout.layers) if any(layer.page_bytes > smallest for layer in layers)
@@ -55,7 +55,7 @@ def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozen
 
 
 def misfiled_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
-    """RECURRENT groups with blocks in which the engine may end prefill."""
+    """RECURRENT groups with blocks inside which the engine may end a prefill."""
     cut_tokens = compat.prefill_cut_tokens(vllm_config)
     return frozenset(
         index
@@ -69,8 +69,8 @@ class SuspectGroups:
     """Groups that may have corrupt blocks.
 
     Args:
-        partly_copied: groups with blocks that the engine copies only in part.
-        misfiled: RECURRENT groups with blocks in which prefill may end.
+        partly_copied: groups with blocks that the engine may copy only in part.
+        misfiled: RECURRENT groups with blocks inside which a prefill may end.
     """
 
     partly_copied: frozenset[int] = frozenset()
@@ -83,7 +83,7 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
     Args:
         connector: name of the connector, for the warning.
         vllm_config: configuration of the engine's scheduler.
-        layout: layout of its groups.
+        layout: layout of the engine's groups.
     """
     warning = misfiled_warning(connector, vllm_config, layout)
     if warning:
@@ -126,10 +126,10 @@ class CorruptBlocks:
         self.suspects = SuspectGroups()
         self._pool: BlockPool | None = None
         self._corrupt: dict[int, Any] = {}
-        """Corrupt blocks, each with its hash when it was last checked. At most as many as the engine has blocks."""
+        """Corrupt blocks by id, each with its hash at the last check. At most as many as the engine has blocks."""
         self._misled: dict[str, list[int]] = {}
-        """Running misled requests. For each group, the index in its table of the first block that may still get another
-        hash."""
+        """Running misled requests. For each group: index in the request's block table of the first block that may still
+        get another hash."""
         self._has_warned = False
 
     @property
@@ -142,11 +142,11 @@ class CorruptBlocks:
         self._pool = pool
 
     def is_corrupt(self, block_id: int) -> bool:
-        """Whether a block is corrupt. A block with a new hash was reused by another request, so it is not."""
+        """Whether a block is corrupt. A block with a new hash is not: another request has reused it."""
         return block_id in self._corrupt and self._corrupt[block_id] == self._hash(block_id)
 
     def correct_states(self, handed_over: Sequence[tuple[int, int, int]], metrics: ConnectorMetrics) -> list[State]:
-        """Handed-over states of one request that are correct. `metrics` counts the corrupt ones."""
+        """The correct states among the handed-over states of one request. `metrics` counts the corrupt states."""
         states = [State(*state) for state in handed_over if not self.is_corrupt(state[1])]
         if len(states) < len(handed_over):
             metrics.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
@@ -165,7 +165,7 @@ class CorruptBlocks:
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
         """Records the corrupt blocks and misled requests of a step. Must be called before its stores are planned."""
         for request_id in (*(output.preempted_req_ids or ()), *(output.finished_req_ids or ())):
-            # It starts over, or has ended. Its corrupt blocks remain corrupt.
+            # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
         misfiled = self._misfiled(output) if self.suspects.misfiled else ()
@@ -191,9 +191,9 @@ class CorruptBlocks:
     def _misfiled(self, output: SchedulerOutput) -> list[int]:
         """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
 
-        The engine hands a boundary over in the step that passes it. So a boundary strictly inside this step's chunk is
-        wrong: prefill stopped only at the start and the end of the chunk. Boundaries before the chunk were passed by
-        accepted drafts; their states come from the worker and are correct.
+        The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside
+        this step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. Accepted drafts
+        passed boundaries before the chunk; the states of these boundaries come from the worker and are correct.
         """
         handed_over = compat.boundary_states(output)
         if not handed_over:
@@ -247,7 +247,8 @@ class CorruptBlocks:
     def _cause(
         self, computed_tokens: int, table: Sequence[Sequence[int]], copies: Sequence[tuple[int, int]]
     ) -> str | None:
-        """Why the first blocks of a request are corrupt, None if they are not."""
+        """Cause for which a block of a request's computed tokens is corrupt: a label of the metric. None if no such
+        block is corrupt."""
         sources = {destination: source for source, destination in copies}
         cause = None
         for group, (block_tokens, block_ids) in enumerate(zip(self._block_tokens, table, strict=True)):
@@ -262,7 +263,7 @@ class CorruptBlocks:
         return cause
 
     def _record(self, request_id: str, table: Sequence[Sequence[int]]) -> None:
-        """Marks all blocks that a misled request computes, as soon as it has them."""
+        """Marks all blocks that a misled request computes, as soon as the engine has allocated them."""
         first = self._misled[request_id]
         for group, block_ids in enumerate(table):
             are_hashes_final = True

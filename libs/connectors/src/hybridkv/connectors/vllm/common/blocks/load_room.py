@@ -1,10 +1,10 @@
-"""Admission of loads to the engine's blocks. `hybridkv.planner.admission` decides; this module calls it.
+"""Admission of loads by free blocks of the engine. `hybridkv.planner.admission` decides; this module calls it.
 
-A request that has loaded keeps its blocks until it is scheduled. Two requests that each need one more block than is
-free would wait for each other forever.
+A loaded request keeps its blocks until it is scheduled. Without admission, two loaded requests that each need more
+blocks than are free would wait for each other forever.
 
-A child of HybridMultiConnector does not check here: the parent admits the loads of all its children. A child that
-checked as well and answered "later" would be passed over for a child without a hit, and the prompt would be computed.
+A child of HybridMultiConnector does no admission here: the parent admits the loads of all its children. If a child also
+answered "later", the parent would choose a child without a hit, and the engine would compute the prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 _BOUNDS = RoomBounds(polls=None)
-"""A request waits for blocks by the clock, not by polls: steps in which nothing runs take a millisecond."""
+"""A request waits for blocks for a time, not for a number of polls, because an idle step takes only a millisecond."""
 
 
 class LoadRoom:
@@ -26,7 +26,7 @@ class LoadRoom:
 
     Args:
         admission: counts the blocks of each request; None if a parent connector admits loads.
-        clock: seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, admission: LoadAdmission | None, clock: Callable[[], float]) -> None:
@@ -54,7 +54,7 @@ class LoadRoom:
             self._admission.take(request_id, num_tokens)
 
     def fail(self, request_id: str, num_tokens: int) -> None:
-        """Records that its load failed: its blocks are free, and the engine reserves blocks for it."""
+        """Records a failed load. Its blocks are free; the engine reserves as many until the request is scheduled."""
         if self._admission is not None:
             self._admission.fail(request_id, num_tokens)
 

@@ -1,1 +1,1 @@
-"""Copies between KV cache blocks and host memory: copy tables, their lowering, devices, and the proof at the start."""
+"""Copies between KV cache blocks and host memory: copy tables, lowering, devices, and the proof at the start."""

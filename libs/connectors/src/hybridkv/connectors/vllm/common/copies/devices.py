@@ -1,4 +1,4 @@
-"""Devices of an engine: their copy engines, and the memory of the arena.
+"""Devices of workers: copy engines, and the memory of the arena.
 
 A CPU copies with memmove. A GPU copies with vLLM's functions (`copies: "engine"`) or with `hybridkv.transfer.cuda`
 (`copies: "native"`), from and to pinned memory. Any other device is refused.
@@ -34,15 +34,16 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 Integers = npt.NDArray[np.int64]
 
 MAX_BATCH_COPIES = 128
-"""Copies in one call of `swap_blocks_batch`. The GPU begins with the copies of a call when the call ends. On an H100,
-loads of 64 KiB reach 42 GB/s in calls of 128 copies, and 30 in one call of 1,024; stores 43 and 31. Loads of 16 KiB
-reach 29, and 4 in one call of 4,096. CUDA crashes at some 50,000 copies, ROCm above 8,192."""
+"""Maximum copies in one call of `swap_blocks_batch`. The GPU begins with the copies of a call when the call ends. On an
+H100, copies of 64 KiB in calls of 128 copies load 42 GB/s and store 43 GB/s; in one call of 1,024 copies, 30 and 31
+GB/s. Copies of 16 KiB load 29 GB/s; in one call of 4,096 copies, 4 GB/s. A call crashes with about 50,000 copies on
+CUDA, and with more than 8,192 on ROCm."""
 
 SMALL_CHUNK_BYTES = 8192
 """Bytes that one program of vLLM's kernel for small loads copies at a time."""
 SMALL_MULTIPLE = 16
-"""That kernel copies multiples of this number of runs. Triton compiles another kernel for other numbers, and for other
-chunks: it compiles one, at the start."""
+"""vLLM's kernel for small loads gets a multiple of this number of runs. For other numbers, and for other values of
+`SMALL_CHUNK_BYTES`, Triton would compile another kernel. So it compiles only one, for the proof at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,14 @@ class EngineCopies:
     Args:
         swap_blocks_batch: function of `vllm._custom_ops` that takes tensors of addresses and sizes, and enqueues the
             copies in the current stream.
-        host_register: function of `vllm.v1.kv_offload.cpu.host_register` that pins memory; False if it cannot.
+        host_register: function of `vllm.v1.kv_offload.cpu.host_register` that pins memory. It returns False if it
+            cannot pin.
         host_unregister: unpins memory.
-        last_error: returns and clears the last error code of the GPU's runtime on this thread, 0 for none.
-        load_small: function of `vllm.v1.kv_offload.cpu.swap_blocks_triton` that takes the same tensors and
-            `bytes_per_chunk`, and copies from pinned memory with a kernel; None if it cannot be used.
-        max_small_bytes: vLLM uses `load_small` only if all copies of a load are smaller than this.
+        last_error: returns and clears the last error code of the GPU's runtime on this thread; 0: no error.
+        load_small: function of `vllm.v1.kv_offload.cpu.swap_blocks_triton` that takes the same tensors as
+            `swap_blocks_batch` and `bytes_per_chunk`, and copies from pinned memory with a kernel; None if it cannot be
+            used.
+        max_small_bytes: `load_small` is used only if each copy of a load has fewer bytes.
     """
 
     swap_blocks_batch: Callable[..., Any]
@@ -69,7 +72,7 @@ class EngineCopies:
 
 
 class EngineDevice:
-    """`CopyDevice` for CUDA or ROCm: the GPU that is current on the thread that creates it.
+    """`CopyDevice` for CUDA or ROCm with vLLM's copies: the current GPU of the thread that creates this object.
 
     Raises:
         RuntimeError: torch finds no GPU.
@@ -85,14 +88,14 @@ class EngineDevice:
         self._pinned: list[tuple[int, int]] = []
 
     def enter_thread(self) -> None:
-        # A new thread uses GPU 0. A call of torch on it would create a context there, which takes GPU memory.
+        # A new thread uses GPU 0. A call of torch would create a context on GPU 0, which takes GPU memory.
         self._torch.cuda.set_device(self._index)
 
     def new_stream(self) -> Any:
         return self._torch.cuda.Stream(self._index)
 
     def new_event(self) -> Any:
-        # A thread that waits for an event with blocking=True sleeps.
+        # With blocking=True, a thread that waits for the event sleeps.
         return self._torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> Any:
@@ -114,15 +117,15 @@ class EngineDevice:
             return
         for batch in zip(*(column.split(MAX_BATCH_COPIES) for column in columns), strict=True):
             self._copies.swap_blocks_batch(*batch, is_src_access_order_any=is_src_access_order_any)
-            # If the driver has no batch copies, vLLM copies one by one and ignores the code of each call.
+            # If the driver has no batch copies, vLLM makes single copies and ignores their error codes.
             if code := self._copies.last_error():
                 raise TransferError(f"vLLM's swap_blocks_batch: error {code} of the GPU's runtime")
 
     def _load_by_kernel(self, columns: list[Any]) -> bool:
-        """Enqueues loads by vLLM's kernel for small loads. False if it cannot be compiled or launched: nothing was
-        enqueued, and it is not tried again.
+        """Enqueues loads with vLLM's kernel for small loads. False if the kernel cannot be compiled or launched: then
+        nothing is enqueued, and later loads do not try the kernel again.
 
-        vLLM copies the columns to the GPU. They are not pinned, so CUDA has read them when this returns.
+        vLLM copies `columns` to the GPU. Their memory is not pinned, so CUDA has read it when this function returns.
         """
         assert self._load_small is not None
         try:
@@ -134,7 +137,7 @@ class EngineDevice:
         return True
 
     def _are_small(self, sources: Integers, destinations: Integers, num_bytes: Integers) -> bool:
-        """True if vLLM's kernel for small loads is faster, and can copy all of it: it moves words of 8 bytes."""
+        """Whether vLLM's kernel for small loads is faster, and can copy all runs: it copies words of 8 bytes."""
         if self._load_small is None or int(num_bytes.max()) >= self._copies.max_small_bytes:
             return False
         return not any(int(np.bitwise_or.reduce(column)) % 8 for column in (sources, destinations, num_bytes))
@@ -143,7 +146,7 @@ class EngineDevice:
         return any(start <= address < end for start, end in self._pinned)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Pins host memory for the GPU until all views of it are gone.
+        """Pins host memory for the GPU, until no view of the memory exists.
 
         Raises:
             TransferError: the memory cannot be pinned.
@@ -169,7 +172,7 @@ class Device(ABC):
     """Device of one worker."""
 
     device_type: ClassVar[str]
-    """vLLM's device type; it is "cuda" for ROCm too."""
+    """vLLM's device type: "cpu" or "cuda". "cuda" for ROCm too."""
 
     @abstractmethod
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
@@ -185,7 +188,7 @@ class Device(ABC):
 
     @abstractmethod
     def pin_pool(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Pins existing memory for copies of the device, until all views of it are gone.
+        """Pins existing memory for copies of the device, until no view of the memory exists.
 
         Raises:
             ConfigurationError: the memory cannot be pinned.
@@ -193,13 +196,13 @@ class Device(ABC):
 
     @abstractmethod
     def digest_threads(self, num_workers: int) -> int:
-        """Number of threads for checksums of this worker's arena. The engine has `num_workers` workers."""
+        """Number of threads for checksums of this worker's arena. `num_workers`: workers of the engine."""
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
         """Refuses KV caches on another device.
 
         Raises:
-            ConfigurationError: names the first such layer.
+            ConfigurationError: a KV cache is on another device; the text names the layer.
         """
         for name, cache in kv_caches.items():
             tensors: Iterable[Any] = [cache] if hasattr(cache, "device") else cache
@@ -222,28 +225,28 @@ class CpuDevice(Device):
         return None
 
     def pin_pool(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Does nothing: a CPU can use all memory."""
+        """Does nothing: a CPU can copy from all memory."""
 
     def digest_threads(self, num_workers: int) -> int:
-        """One, which also copies: the engine needs the other cores, and stores take their checksums while copying."""
+        """1: the copy thread. The engine needs the other cores, and stores take checksums during the copy."""
         return 1
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
         super().prepare(kv_caches)
-        # The engine's attention kernels assume AMX, whatever the engine runs first.
+        # The engine's attention kernels need AMX even if no other kernel has run before.
         compat.permit_amx()
 
 
 class GpuDevice(Device):
-    """The GPU that is current on this thread. Launched work runs later, in the thread's current stream."""
+    """The current GPU of this thread. Launched work runs later, in the thread's current stream."""
 
     device_type = "cuda"
 
     def digest_threads(self, num_workers: int) -> int:
-        """A quarter of the worker's cores, at most 8: the engine needs the others.
+        """A quarter of the worker's share of cores, at least 1, at most 8: the engine needs the other cores.
 
-        One thread reads 14 GB/s beside an H100, but the link to the GPU carries 54: checksums would limit loads and
-        stores. Four threads read 42 to 45 GB/s, eight 72.
+        On a host with an H100, 1 thread reads 14 GB/s, 4 threads 42 to 45 GB/s, 8 threads 72 GB/s. The link to the GPU
+        has 54 GB/s, so checksums on 1 thread would limit loads and stores.
         """
         return max(1, min(MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)) // (4 * num_workers)))
 
@@ -258,7 +261,7 @@ class GpuDevice(Device):
         torch.cuda._sleep(cycles)
 
     def mark(self) -> Callable[[], bool]:
-        """Returns a function that tells whether all work launched so far has completed. Any thread may call it."""
+        """Returns a function that tells whether all work launched so far has ended. Any thread may call the result."""
         import torch
 
         event = torch.cuda.Event()
@@ -273,7 +276,7 @@ class GpuDevice(Device):
 
 
 class EngineGpuDevice(GpuDevice):
-    """A GPU that copies with vLLM's functions. Loads and stores have separate engines, which share no stream."""
+    """A GPU that copies with vLLM's functions. Loads and stores have separate engines without a common stream."""
 
     def __init__(self, device: EngineDevice) -> None:
         self._device = device
@@ -300,7 +303,7 @@ class EngineGpuDevice(GpuDevice):
 
 
 class NativeGpuDevice(GpuDevice):
-    """A GPU that copies with the kernels of hybridkv-cuda, on separate streams."""
+    """A GPU that copies with the kernels of hybridkv-cuda. Loads and stores have separate streams."""
 
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
         from hybridkv.transfer.cuda import CudaCopyEngine, CudaError, InlineCudaCopyEngine, open_device
@@ -308,7 +311,7 @@ class NativeGpuDevice(GpuDevice):
         try:
             index = _current_gpu()
             load_engine = CudaCopyEngine if load == "async" else InlineCudaCopyEngine
-            # Separate engines, so that loads and stores share neither a queue nor a direction of the link.
+            # Separate engines: loads and stores use different directions of the link, and should not share a queue.
             return CudaCopyEngine(open_device(index)), load_engine(open_device(index))
         except CudaError as error:
             raise ConfigurationError("copies", 'a GPU and hybridkv-cuda for "native"', str(error), _HINT) from error
@@ -335,7 +338,7 @@ def open_device(device_type: str, copies: str) -> Device:
 
     Args:
         device_type: vLLM's device type.
-        copies: "engine" or "native": what copies on a GPU.
+        copies: for a GPU: "engine" copies with vLLM's functions, "native" with hybridkv-cuda.
 
     Raises:
         ConfigurationError: the device is unknown or missing, or this vLLM lacks the functions for copies.
@@ -354,7 +357,7 @@ def open_device(device_type: str, copies: str) -> Device:
 
 
 def zero_memory(device: Any) -> Any:
-    """Tensor of `ZERO_BYTES` zero bytes on `device`. The zeros are written when the function returns."""
+    """Tensor of `ZERO_BYTES` zero bytes on `device`. Waits until the zeros are written."""
     import torch
 
     memory = torch.zeros(ZERO_BYTES, dtype=torch.uint8, device=device)

@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.transfer import CopyEngine
 
 if TYPE_CHECKING:
-    # The layout imports vLLM; this module also runs without it, in tests of a GPU's copies.
+    # The layout imports vLLM. Tests of a GPU's copies use this module without vLLM.
     from hybridkv.connectors.vllm.common.layout import CacheLayout
 
 
@@ -36,9 +36,9 @@ class KVMemory:
 
     Args:
         pages: pages of each stored group.
-        cut: groups with blocks that chunks cut.
-        zeros: tensor of zeros beside the KV caches.
-        storages: each piece of memory that holds pages, as a tensor of bytes.
+        cut: `GroupBlocks` of each group with blocks that chunks cut.
+        zeros: tensor of zeros on the device of the KV caches.
+        storages: memory that holds the pages: one tensor of bytes for each storage of torch.
     """
 
     pages: dict[int, GroupPages]
@@ -62,18 +62,18 @@ def take_kv_memory(
     *,
     outlives_engine: bool,
 ) -> KVMemory:
-    """Takes the engine's KV tensors.
+    """Finds the pages of each stored group in the engine's KV tensors.
 
     Args:
         layout: the model's groups.
         kv_caches: the engine's tensors for each layer.
         num_blocks: blocks in the engine's pool.
         device: device of the copy engines.
-        outlives_engine: whether an engine with another attention backend may read the stored chunks.
+        outlives_engine: whether another engine, maybe with another attention backend, may read the stored chunks.
 
     Raises:
-        ConfigurationError: the bytes are not where the engine's description says, or not on this device, or in an order
-            that a later engine might not share.
+        ConfigurationError: the tensors do not have the layout that the engine describes, or are on another device, or
+            have an order of bytes that another engine might not have.
     """
     device.prepare(kv_caches)
     try:
@@ -97,7 +97,8 @@ def take_kv_memory(
 
 def zeros_in(memory: Any) -> Zeros:
     """The usable part of a tensor of zeros."""
-    # Its ends are not used: a run could be joined to one in adjacent memory and then span two registrations.
+    # The ends are not used: a run at an end could be joined with a run in adjacent memory, and then span two
+    # registrations.
     return Zeros(memory.data_ptr() + PAGE_ALIGN_BYTES, memory.nbytes - 2 * PAGE_ALIGN_BYTES)
 
 
@@ -123,7 +124,7 @@ def _blocks(
 
 
 def _storages(caches: CanonicalKVCaches) -> tuple[torch.Tensor, ...]:
-    """Each storage once."""
+    """Storages of the tensors, each once, as tensors of bytes."""
     storages = {}
     for cache in caches.tensors:
         storage = cache.tensor.untyped_storage()

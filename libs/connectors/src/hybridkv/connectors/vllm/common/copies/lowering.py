@@ -1,4 +1,4 @@
-"""Lowering of copies to runs of bytes, the last step before a copy engine. Only this module computes address pairs.
+"""Lowering of copies to runs of bytes, the last step before a copy engine. No other module computes address pairs.
 
 `JobLowering` lowers a whole job in native code. The numpy functions lower one chunk, for LMCache's pages.
 """
@@ -21,32 +21,32 @@ Integers = npt.NDArray[np.int64]
 
 
 class Zeros(NamedTuple):
-    """Constant zero memory that is the source of the padding of stored chunks.
+    """Memory with zeros: the source of the padding of stored chunks. Its content never changes.
 
-    Padding is copied like pages: it is written before a chunk is sealed, it is part of checksums that are taken during
-    the copy, and it passes a GPU's staging memory together with the pages around it.
+    The job that copies the pages also copies the padding. So the padding is written before the chunk is sealed,
+    checksums that are taken during the copy include it, and it passes a GPU's staging memory with the pages around it.
 
     Args:
         address: address of the first byte.
-        num_bytes: its size; larger padding is copied in several runs.
+        num_bytes: bytes of the memory; larger padding is copied in several runs.
     """
 
     address: int
     num_bytes: int
 
     def num_bytes_in(self, runs: CopyRuns) -> int:
-        """Bytes of the runs that are copied from here."""
+        """Bytes of the runs that have this memory as source."""
         is_zero = (runs.sources >= self.address) & (runs.sources < self.address + self.num_bytes)
         return int(runs.num_bytes[is_zero].sum())
 
 
 class _Pieces(NamedTuple):
-    """Pieces of memory and their places in a chunk, ascending.
+    """Pieces of memory and their places in a chunk, ascending by place.
 
     Args:
-        addresses: addresses outside the slot.
-        offsets: offsets in the chunk.
-        sizes: size of each piece.
+        addresses: addresses of the pieces outside the slot.
+        offsets: offsets of the pieces in the chunk, in bytes.
+        sizes: bytes of each piece.
     """
 
     addresses: Integers
@@ -74,7 +74,7 @@ def load_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> 
 
 
 def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
-    """Runs that store a chunk.
+    """Runs that store a whole chunk.
 
     Args:
         copy: all blocks of a chunk.
@@ -87,8 +87,8 @@ def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], ze
         chunk if its slot is longer. So no earlier content remains in the slot.
 
     Raises:
-        ValueError: the slot is smaller than the chunk, a block is outside the pool, or blocks of the chunk are missing,
-            so that earlier content would remain in their places.
+        ValueError: the slot is smaller than the chunk, a block is outside the pool, or the copy lacks blocks of the
+            chunk, so that the slot would keep earlier content in their places.
     """
     require_whole(copy)
     slot_bytes = _require_room(copy, pages, extents)
@@ -100,7 +100,7 @@ def require_whole(copy: ChunkCopy) -> None:
     """Refuses a store of an incomplete chunk.
 
     Raises:
-        ValueError: blocks of the chunk are missing.
+        ValueError: the copy lacks blocks of the chunk.
     """
     if copy.first_block or len(copy.block_ids) != copy.stored_blocks:
         blocks = f"{len(copy.block_ids)} from the one at {copy.first_block}"
@@ -122,7 +122,8 @@ def _pages_of(copy: ChunkCopy, pages: GroupPages) -> _Pieces:
 
 
 def _gaps(copy: ChunkCopy, pages: GroupPages, slot_bytes: int, largest_bytes: int) -> tuple[Integers, Integers]:
-    """Offsets and sizes, ascending, of the bytes of a chunk's slot that are no page's."""
+    """Offsets and sizes, ascending, of the bytes of a chunk's slot that belong to no page. The rest of the slot after
+    the chunk is split into pieces of at most `largest_bytes`."""
     offsets, sizes = pages.padding(0, copy.stored_blocks, copy.stored_blocks)
     offsets_after = np.arange(copy.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
     rest = np.minimum(slot_bytes - offsets_after, largest_bytes)
@@ -142,7 +143,8 @@ def _with_zeros(pieces: _Pieces, gaps: tuple[Integers, Integers], zeros: Zeros) 
 
 
 def _paired(pieces: _Pieces, extents: Sequence[Extent]) -> tuple[Integers, Integers, Integers]:
-    """Address, address in the slot, and size of each piece, split at the ends of the slot's extents."""
+    """Splits the pieces at the ends of the slot's extents. Returns the addresses, the addresses in the slot, and the
+    sizes of the split pieces."""
     slot_addresses, slot_sizes = np.array(extents, dtype=np.int64).reshape(-1, 2).T
     slot_ends = np.cumsum(slot_sizes)
     slot_starts = slot_ends - slot_sizes
@@ -168,12 +170,12 @@ class BlockPart(NamedTuple):
 
 
 class GroupBlocks:
-    """A group's blocks, whole or in part.
+    """Pages of a group's whole blocks and of token ranges in its blocks.
 
     Args:
         pages: pages of whole blocks.
         block_tokens: tokens in a block.
-        part: returns the pages of a token range of every block. Each thread calls it at most once for a range.
+        part: returns the pages of a token range of every block. Each thread calls `part` at most once for a range.
     """
 
     def __init__(self, pages: GroupPages, block_tokens: int, part: Callable[[TokenRange], GroupPages]) -> None:
@@ -190,8 +192,13 @@ class GroupBlocks:
         return self._parts[tokens]
 
     def parts(self, stored_blocks: int, lead_tokens: int, trail_tokens: int) -> Iterator[BlockPart]:
-        """Parts of its stored blocks that a chunk has, if it lacks tokens at the start of the first and at the end of
-        the last."""
+        """Parts of the blocks of a chunk.
+
+        Args:
+            stored_blocks: number of blocks of the chunk.
+            lead_tokens: tokens that the chunk lacks at the start of its first block.
+            trail_tokens: tokens that the chunk lacks at the end of its last block.
+        """
         size, end = self.block_tokens, self.block_tokens - trail_tokens
         if stored_blocks == 1:
             yield BlockPart(lead_tokens, end, 0, 1)
@@ -210,8 +217,8 @@ class RankMemory:
     """Memory on both sides of a rank's copies.
 
     Args:
-        pages: pages of whole blocks, of each stored group.
-        cut: groups with blocks that chunks cut.
+        pages: pages of whole blocks, by stored group.
+        cut: `GroupBlocks` of each group with blocks that chunks cut.
         zeros: source of padding.
         arena: memory of the slots.
     """
@@ -226,9 +233,9 @@ class StoreRuns(NamedTuple):
     """Runs of a store.
 
     Args:
-        runs: runs of whole slots, one slot after the other. No run spans two slots.
-        ends: end of each slot's runs, as a number of runs.
-        zero_bytes: bytes of padding.
+        runs: runs that write whole slots, one slot after the other. No run spans two slots.
+        ends: for each slot, the number of runs up to the end of the slot.
+        zero_bytes: bytes of padding in the runs.
     """
 
     runs: CopyRuns
@@ -237,7 +244,7 @@ class StoreRuns(NamedTuple):
 
 
 class JobLowering:
-    """Lowers a whole job at once. Any thread may call it.
+    """Lowers a whole job in one call. Any thread may call the methods.
 
     Raises:
         ValueError: a slot is too small or outside the arena, a block is outside the pool, or a chunk to be stored is
@@ -252,7 +259,7 @@ class JobLowering:
             cut = memory.cut.get(group_index)
             self._native.add_group(group_index, cut.block_tokens if cut is not None else 0, *_columns(pages))
         self._known: set[tuple[int, int, int, int]] = set()
-        """Parts that are already registered with the native code."""
+        """Cut shapes with parts that the native code has already: (group, stored blocks, lead and trail tokens)."""
 
     def load(self, copies: CopyTable) -> CopyRuns:
         """Runs that write every page of the copies once: first copies from the tier, then copies from blocks of the
@@ -272,7 +279,8 @@ class JobLowering:
         return StoreRuns(CopyRuns.of_rows(rows, num_runs, total_bytes, spans), ends, zero_bytes)
 
     def _add_parts(self, copies: CopyTable) -> None:
-        """Registers the pages of partial blocks when they are first copied. Most possible parts are never used."""
+        """Gives the native code the pages of partial blocks when these are first copied. Most possible parts are never
+        used."""
         for shape in copies.rows() if self._cut else ():
             cut = (shape.group_index, shape.stored_blocks, shape.lead_tokens, shape.trail_tokens)
             blocks = self._cut.get(shape.group_index)
@@ -286,8 +294,8 @@ class JobLowering:
 
 
 def _columns(pages: GroupPages) -> tuple[bytes, int, int]:
-    """Address, stride, size and offset in a chunk's block of each page; then bytes of such a block, and the number of
-    blocks in the pool."""
+    """Arguments for the native code: for each page of a block its (address, stride, bytes, offset in a chunk's block);
+    bytes of a block in a chunk; number of blocks in the pool."""
     places = pages.chunk_offsets(0, 1, 1).tolist()
     rows = [
         (region.address, region.stride_bytes, region.page_bytes, place)

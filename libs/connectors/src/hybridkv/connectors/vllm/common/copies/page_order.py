@@ -1,8 +1,8 @@
-"""Byte order within a block that depends on the attention backend and on no fact of the fingerprint.
+"""Order of bytes within a block, as far as it depends on the attention backend and not on a fact of the fingerprint.
 
-An attention backend may split the manager's blocks into smaller kernel blocks; the worker decides which. In a layout
-with heads outside tokens, the same content then has another order in memory. It is always stored in the order of an
-unsplit block, so that an engine with another backend can read it.
+An attention backend may split the blocks of the block manager into smaller kernel blocks. If heads are outside tokens
+in the layout, the same content then has another order in memory. Chunks always have the order of an unsplit block, so
+that an engine with another backend can read them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.errors import ConfigurationError
 
 TOKEN_DIM = 2
-"""Token dimension of vLLM's views of attention layers (blocks, heads, tokens, content), whatever the memory order."""
+"""Token dimension of vLLM's views of attention layers: (blocks, heads, tokens, content) with any order in memory."""
 
 
 def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout]) -> tuple[LayerLayout, ...]:
-    """The same layers with `token_dim` set, if a tensor's shape tells which dimension counts tokens."""
+    """The same layers, with `token_dim` set for tensors in the shape of vLLM's views of attention layers."""
     return tuple(
         layer._replace(token_dim=TOKEN_DIM) if has_token_dim(kv_caches.get(layer.name), layer) else layer
         for layer in layers
@@ -28,9 +28,9 @@ def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayo
 
 
 def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout], num_blocks: int) -> None:
-    """Refuses an engine with split blocks if the places of their tokens are unknown.
+    """Refuses an engine with split blocks if the order of tokens in these blocks is unknown.
 
-    Host memory does not need this check, as it ends with the engine; a disk does.
+    Tiers that end with the engine, such as host memory, do not need this check.
 
     Args:
         kv_caches: tensors that the engine registers.
@@ -38,13 +38,13 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
         num_blocks: blocks of the block manager.
 
     Raises:
-        ConfigurationError: kernel blocks are smaller than the manager's, in a tensor of an unknown shape.
+        ConfigurationError: kernel blocks are smaller than the block manager's, in a tensor of an unknown shape.
     """
     for layer in layers:
         cache = kv_caches[layer.name]
         if not isinstance(cache, torch.Tensor) or cache.shape[layer.block_dim] <= num_blocks:
             continue
-        # (blocks, tokens, content): tokens are outermost in a block, so a split does not change the order.
+        # In (blocks, tokens, content), tokens are outermost in a block, so a split does not change the order.
         if layer.token_dim is None and (cache.dim() != 3 or layer.block_dim != 0):
             raise ConfigurationError(
                 "tiers[1]",

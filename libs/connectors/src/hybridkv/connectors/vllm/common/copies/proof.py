@@ -1,10 +1,10 @@
 """Proof at the start on a GPU that copies are correct beside the engine's compute. A failure refuses the start.
 
-Random pages of every group are copied to the arena and back, by the copy engines and the lowering that serve requests
-later. Meanwhile compute runs on the engine's own stream: it writes blocks right before they are stored, reuses them as
-soon as the store has ended, and reads and zeroes blocks right before a load overwrites them. A missing fence, a page in
-the wrong place or a missing byte all show as wrong bytes. If compute ends before a copy is submitted, the fence was not
-exercised, and the copy is repeated after a longer delay. The original content of the blocks is restored.
+Random pages of every group are copied to the arena and back, with the copy engines and the lowering that serve requests
+later. Compute runs on the engine's own stream at the same time: it writes blocks right before a store, reuses them
+right after the store, and reads and zeroes blocks right before a load overwrites them. A missing fence, a page in the
+wrong place and a missing byte all give wrong bytes. If compute ends before a copy is submitted, the fence is not
+tested; then the copy is repeated with a longer delay. The original content of the blocks is restored.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 Bytes = npt.NDArray[np.uint8]
 
 PROOF_BYTES = 64 << 20
-"""Bytes to copy, over all groups, unless one block of each group has more."""
+"""Maximum bytes of a round over all groups, but at least one block of each group."""
 PROOF_PAGES = 2048
-"""Pages to copy, over all groups."""
+"""Maximum pages of a round over all groups, but at least one block of each group."""
 DELAY_CYCLES, MAX_DELAY_CYCLES = 8_000_000, 256_000_000
-"""GPU cycles of delay before compute: some 4 ms at first, doubled while that is too short, up to some 130 ms."""
+"""GPU cycles of delay before compute: about 4 ms at first, doubled while the delay is too short, up to about 130 ms."""
 MEASURED_BYTES, MEASURED_JOBS = 64 << 20, 8
-"""Bytes of one group to copy each way for a measurement, and maximum of jobs for that."""
+"""Maximum bytes, and maximum jobs, of a measurement of one group in one direction; at least one job."""
 ROUNDS_S = 0.7
-"""Seconds after which no further round starts. With the first round, the proof takes less than 2 s."""
+"""Seconds after which no further round starts. The proof takes less than 2 s, with the first round."""
 CHECKSUM_BYTES, MAX_CHECKSUM_BYTES = 256 << 20, 1 << 30
-"""Bytes of the arena over which checksums are measured: 4 times the last-level cache, within these limits."""
+"""Minimum and maximum bytes of the arena for the measurement of checksums. Between them: 4 times the last-level
+cache."""
 TIMEOUT_S = 30.0
-"""Seconds after which a copy counts as stuck."""
+"""Seconds after which a copy counts as failed."""
 _KEY = b"copy proof"
 
 
@@ -62,15 +63,16 @@ class CopyRates:
     """Measured copy rates.
 
     Args:
-        num_pages: pages that were copied both ways and compared, counted in every round.
-        page_sizes: their sizes in bytes, ascending.
+        num_pages: pages that were copied both ways and compared, summed over all rounds.
+        page_sizes: sizes of these pages in bytes, ascending.
         store_bytes_per_s: rate of copies to the arena.
-        load_bytes_per_s: rate of copies back.
-        checksum_bytes_per_s: rate of checksums of chunks in the arena that no cache holds, measured without copies at
-            the same time. Loads and stores compute them beside the copies of other jobs, so a rate below that of the
-            link limits both.
+        load_bytes_per_s: rate of copies from the arena.
+        checksum_bytes_per_s: rate of checksums of chunks in the arena that are in no CPU cache, measured without
+            concurrent copies. Loads and stores compute checksums beside the copies of other jobs, so a rate below the
+            link's limits both.
         seconds: duration of the proof.
-        untried: "loads", "stores": fences that were not exercised, as compute always ended before a copy was submitted.
+        untried: "loads", "stores": directions with an untested fence, because compute always ended before the copy was
+            submitted.
     """
 
     num_pages: int
@@ -85,11 +87,11 @@ class CopyRates:
 def prove_at_start(
     memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device, chunk_sizes: Sequence[int] = ()
 ) -> CopyRates | None:
-    """Proves the copies of a GPU, logs their rates and returns them. On a CPU does nothing and returns None.
+    """Proves the copies of a GPU, logs their rates and returns the rates. On a CPU does nothing and returns None.
 
     Args:
-        memory: the engine's memory.
-        arena: pinned memory. Both are registered with the copy engines.
+        memory: the engine's memory, registered with the copy engines.
+        arena: pinned memory, registered with the copy engines.
         paths: the copy engines.
         device: device of this worker.
         chunk_sizes: see `prove_copies`.
@@ -125,7 +127,7 @@ def prove_copies(
     random: np.random.Generator,
     chunk_sizes: Sequence[int] = (),
 ) -> CopyRates:
-    """Copies and compares. No other thread may use the memory meanwhile.
+    """Copies pages both ways and compares them. No other thread may use the memory during the call.
 
     Args:
         memory: both sides of the copies, registered with the copy engines.
@@ -133,15 +135,16 @@ def prove_copies(
         paths: the copy engines.
         gpu: GPU for compute.
         random: source of random blocks and bytes.
-        chunk_sizes: bytes of the chunks that loads verify, to measure their checksums. None: those of the blocks.
+        chunk_sizes: bytes of the chunks for the measurement of checksums: sizes that loads verify. Empty: the bytes of
+            one block of each group.
 
     Raises:
-        ConfigurationError: a byte or a digest differs, or a copy failed; names the copy.
+        ConfigurationError: a byte or a digest differs, a copy failed, or the arena is smaller than a block.
     """
     import torch
 
     began_s = paths.clock()
-    # Chunks that cut blocks use the same copies.
+    # Only whole blocks: chunks that cut blocks use the same copies.
     whole = RankMemory(memory.pages, {}, memory.zeros, memory.arena)
     proof = _Proof(JobLowering(whole), memory.arena, paths, gpu)
     num_pages, sizes = 0, set[int]()
@@ -171,7 +174,7 @@ class _ByteRate:
 
 
 class _Blocks:
-    """Some blocks of one group, their pages as tensors on the device, buffers beside them, and a slot to copy to."""
+    """Random blocks of one group: their pages as tensors on the device, buffers for pages, and a slot in the arena."""
 
     def __init__(
         self, pages: GroupPages, group_index: int, tensors: Sequence[Any], random: np.random.Generator, number: int
@@ -192,7 +195,7 @@ class _Blocks:
             _view(tensors, address, size) for address, size in zip(addresses.tolist(), self.sizes, strict=True)
         ]
         self.is_page = np.zeros(self.slot.num_bytes, dtype=bool)
-        """For each byte of the slot, whether it belongs to a page; the others are padding."""
+        """For each byte of the slot, whether it belongs to a page; other bytes are padding."""
         for offset, size in zip(self.offsets, self.sizes, strict=True):
             self.is_page[offset : offset + size] = True
         self.content = random.integers(1, 256, self.slot.num_bytes, dtype=np.uint8)
@@ -200,19 +203,20 @@ class _Blocks:
         self.content[~self.is_page] = 0
         buffers = torch.zeros((5, self.slot.num_bytes), dtype=torch.uint8, device=self._views[0].device)
         self.kept, self.fresh, self.other, self.before, self.after = buffers
-        """Original pages; the content and its inverse; pages that compute read before and after a load."""
+        """Buffers on the device: `kept`: original pages; `fresh`: `content`; `other`: inverted `content`; `before` and
+        `after`: pages that compute reads before and after a load."""
         self.fresh.copy_(torch.from_numpy(self.content))
         self.other.copy_(torch.from_numpy(~self.content))
 
     def writes(self, buffer: Any) -> Callable[[], None]:
-        """Compute that writes all pages."""
+        """Returns a function that launches compute: it copies `buffer` to all pages."""
         import torch
 
         parts = self._parts(buffer)
         return lambda: torch._foreach_copy_(self._views, parts)
 
     def reads(self, buffer: Any) -> Callable[[], None]:
-        """Compute that reads all pages."""
+        """Returns a function that launches compute: it copies all pages to `buffer`."""
         import torch
 
         parts = self._parts(buffer)
@@ -237,7 +241,11 @@ class _Blocks:
 def _blocks_that_fit(
     memory: RankMemory, group_index: int, tensors: Sequence[Any], random: np.random.Generator
 ) -> _Blocks:
-    """As many blocks as fit on the device beside the engine's memory."""
+    """Random blocks of one group: as many as the limits and the free memory of the device allow, at least one.
+
+    Raises:
+        ConfigurationError: the arena is smaller than a block.
+    """
     import torch
 
     pages = memory.pages[group_index]
@@ -268,7 +276,7 @@ class _Proof:
         self.stores, self.loads, self.checksums = _ByteRate(), _ByteRate(), _ByteRate()
 
     def prove_group(self, blocks: _Blocks) -> list[int]:
-        """Copies some blocks of a group both ways. Returns the sizes of their pages."""
+        """Copies blocks of a group both ways, compares them, and measures the rates. Returns the sizes of the pages."""
         self._gpu.launch(blocks.reads(blocks.kept))
         self._until_pending("stores", lambda: self._store(blocks))
         self._until_pending("loads", lambda: self._load(blocks))
@@ -291,10 +299,10 @@ class _Proof:
             self._delay_cycles *= 2
 
     def _store(self, blocks: _Blocks) -> None:
-        """Stores blocks that compute writes late and reuses at once."""
+        """Stores blocks that delayed compute writes before the store, and zeroes right after it."""
         content = blocks.content
         [view] = self._arena.views(blocks.slot)
-        view[:] = (~content).tobytes()  # so that each byte must be copied
+        view[:] = (~content).tobytes()  # each byte differs, so the copy must write each byte
         write = blocks.writes(blocks.fresh)
         self._gpu.launch_delay(self._delay_cycles)
         self._gpu.launch(write)
@@ -314,7 +322,7 @@ class _Proof:
             raise _refusal("store", blocks, "the digest is not that of the bytes")
 
     def _load(self, blocks: _Blocks) -> None:
-        """Loads into blocks that pending compute reads and zeroes, and that later compute reads at once."""
+        """Loads into blocks that delayed compute reads and zeroes before the load, and reads right after it."""
         content = blocks.content
         read_before, read_after = blocks.reads(blocks.before), blocks.reads(blocks.after)
         self._gpu.launch(blocks.writes(blocks.other))
@@ -335,7 +343,7 @@ class _Proof:
         self._compare("load", blocks, blocks.after.cpu().numpy(), content)
 
     def _check_pending(self, is_done: Callable[[], bool]) -> str | None:
-        """Records whether compute is still pending; called right before the copy is submitted."""
+        """Hook before the first byte of a copy: records whether compute is still pending."""
         self._was_pending = not is_done()
         return None
 
@@ -351,10 +359,10 @@ class _Proof:
         rate.num_bytes += number * num_bytes
 
     def measure_checksums(self, chunk_sizes: Sequence[int]) -> None:
-        """Seals chunks of these sizes, in turns, over a part of the arena that no cache holds, then times their check.
+        """Seals chunks of these sizes, in turn, over a part of the arena, and measures the time to check them.
 
-        The check begins at the chunk that was sealed first, so its bytes have left the cache. An arena that is smaller
-        than that part is measured as a whole: its loads read from the cache too.
+        The part is larger than the CPU caches, and the check begins at the chunk that was sealed first. So no checked
+        byte is in a cache. A smaller arena is measured as a whole: its loads read from the cache too.
         """
         end = min(self._arena.capacity_bytes, _bytes_beyond_caches())
         chunks: list[tuple[bytes, Slot]] = []
@@ -395,7 +403,7 @@ class _Proof:
         job_ids = [JobId(next(self._job_ids)) for _ in range(number)]
         try:
             is_taken = all(engine.submit(job_id, runs, before, after) for job_id in job_ids)
-        except Exception as error:  # an engine that copies within `submit`
+        except Exception as error:  # of an engine that copies within `submit`
             raise _refusal(name, blocks, f"{type(error).__name__}: {error}") from error
         if not is_taken:
             raise _refusal(name, blocks, "the engine takes no more jobs")
@@ -429,10 +437,10 @@ def _view(tensors: Sequence[Any], address: int, num_bytes: int) -> Any:
 
 
 def _bytes_beyond_caches() -> int:
-    """Bytes of which a pass from start to end leaves the first ones in no cache."""
+    """Bytes of a memory range so large that after one pass over it, its first bytes are in no CPU cache."""
     try:
         cache_bytes = os.sysconf("SC_LEVEL3_CACHE_SIZE")
-    except (ValueError, OSError):  # a system that does not say
+    except (ValueError, OSError):  # the system does not report the size
         cache_bytes = 0
     return min(max(4 * cache_bytes, CHECKSUM_BYTES), MAX_CHECKSUM_BYTES)
 

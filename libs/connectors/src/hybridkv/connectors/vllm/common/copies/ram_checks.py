@@ -1,7 +1,7 @@
 """Checks of chunks in host memory before a load copies them: the setting `verify_ram`.
 
-It concerns chunks that lie in the arena already. Chunks from secondary tiers are verified by their media before they
-are sealed there, and chunks that leave the arena are compared with their seals, whatever this setting is.
+The setting selects chunks of loads. It does not change checks of moves: media verify chunks of secondary tiers before
+these are sealed in the arena, and chunks that are copied to secondary tiers are compared with their seals.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 VerifyRam = Literal["always", "sampled", "off"]
 
 SAMPLED_ONE_IN = 16
-"""With "sampled", one of this many chunks is read."""
+"""With "sampled", a load reads each of its chunks with a chance of 1 in this number."""
 MAX_COST = 0.05
-"""Largest share of the speed of loads that the default gives to checksums."""
+"""If checksums of all chunks cost this share of the speed of loads or more, the default is "sampled"."""
 
 
 class RamChecks:
-    """Checks of the chunks of loads. One thread at a time.
+    """Checks of the chunks of loads. Not thread-safe.
 
     The key and the extents of each slot are always compared. `verify_ram` selects the chunks that are also read and
-    compared with their checksum. With "sampled" each load of a chunk reads it with a chance of 1 in 16, independent of
-    other loads, so each chunk that is loaded again and again is read at some time.
+    compared with their checksum. With "sampled", each load of a chunk reads the chunk with a chance of 1 in 16,
+    independent of other loads. So a chunk with many loads is read by some of them.
     """
 
     def __init__(self, arena: SealedMemory, verify_ram: VerifyRam) -> None:
@@ -51,16 +51,16 @@ class RamChecks:
         return failures
 
     def _must_read(self, key: Key, slot: Slot, load_number: int) -> bool:
-        if not self._arena.is_sealed(key, slot):  # another key, other extents or no seal: `check_all` says which
+        if not self._arena.is_sealed(key, slot):  # another key, other extents or no seal: `check_all` returns the cause
             return True
         return self._verify_ram == "sampled" and xxhash.xxh3_64_intdigest(key, load_number) % SAMPLED_ONE_IN == 0
 
 
 def checksum_cost(rates: CopyRates, *, is_overlapped: bool) -> float:
-    """Share of the speed of loads that is lost if every chunk is read before it is copied, from 0 to 1.
+    """Share of the speed of loads, from 0 to 1, that is lost if every chunk is read before it is copied.
 
-    With `is_overlapped` checksums of one load are computed while another is copied, so loads that follow each other
-    run at the slower of both speeds. Otherwise each load takes the time of both.
+    With `is_overlapped`, checksums of one load are computed during the copy of another load, so consecutive loads have
+    the lower of both speeds. Otherwise the time of a load is the sum of both times.
     """
     loads, checksums = rates.load_bytes_per_s, rates.checksum_bytes_per_s
     if not loads or not checksums:
@@ -69,11 +69,11 @@ def checksum_cost(rates: CopyRates, *, is_overlapped: bool) -> float:
 
 
 def choose_verify_ram(configured: VerifyRam | None, rates: CopyRates | None, *, is_overlapped: bool) -> VerifyRam:
-    """Returns the setting that applies, and logs it with the reason.
+    """Returns the value of `verify_ram` that applies, and logs this value with the reason.
 
     Args:
-        configured: the setting, None if it is not set.
-        rates: the measured rates of a GPU, None on a CPU.
+        configured: the operator's setting; None if it is not set.
+        rates: the measured rates of a GPU; None on a CPU.
         is_overlapped: see `checksum_cost`.
     """
     if rates is None:

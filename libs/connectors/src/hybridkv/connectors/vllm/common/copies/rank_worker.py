@@ -1,4 +1,4 @@
-"""Base of the workers: copy jobs of one rank, and reports to the scheduler. Shared by the connectors that store."""
+"""Base class of the workers of connectors that store: copy jobs of one rank, and reports to the scheduler's half."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class CopyPaths:
 
     Args:
         stores: engine for stores.
-        loads: engine for loads; the same as `stores`, or one that copies on the calling thread.
-        load_timeout_s: a load that has not started by then fails, and the request is computed instead.
-        clock: seconds.
+        loads: engine for loads: the same as `stores`, another one, or one that copies on the calling thread.
+        load_timeout_s: maximum seconds that a load waits in the copy queue. Then the load fails, and the engine
+            computes the request.
+        clock: returns the current time in seconds.
     """
 
     stores: CopyEngine
@@ -41,7 +42,7 @@ class CopyPaths:
 
 @dataclass(slots=True)
 class LoadResults:
-    """Loads that ended since the last step. A failed one is in both sets."""
+    """Ids of requests with a load that ended since the last step. A failed load is in both sets."""
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -56,11 +57,11 @@ class Outcomes:
         self._facts: dict[str, str] | None = None
 
     def stored(self, store_id: int, failure: str | None, reason: str | None) -> None:
-        """Records the end of a store; `reason` is a one-word reason for a failure."""
+        """Records the end of a store. `failure`: description of a failure, or None; `reason`: its label in metrics."""
         self._outcome.stores[store_id] = StoreOutcome(1, failure, reason)
 
     def loaded(self, request_id: str, failures: Sequence[LoadFailure]) -> None:
-        """Records the end of a load; it succeeded if there are no failures."""
+        """Records the end of a load. The load succeeded if `failures` is empty."""
         self._results.finished.add(request_id)
         if failures:
             self._results.failed.add(request_id)
@@ -75,11 +76,11 @@ class Outcomes:
         self._outcome.measured_step = step
 
     def tell(self, facts: dict[str, str]) -> None:
-        """Sets facts that the scheduler needs before it opens a store that outlives the engine."""
+        """Sets the facts of this rank. The scheduler needs them before it opens a store that outlives the engine."""
         self._facts = facts
 
     def take_facts(self) -> dict[str, str] | None:
-        """Facts that were not sent to the scheduler yet."""
+        """Facts that were not taken yet; None if there are none."""
         facts, self._facts = self._facts, None
         return facts
 
@@ -89,24 +90,24 @@ class Outcomes:
         return results
 
     def take_outcome(self) -> StepOutcome | None:
-        """Outcomes for the scheduler, None if there are none."""
+        """Outcomes for the scheduler; None if there are none."""
         outcome, self._outcome = self._outcome, StepOutcome()
         return None if outcome.is_empty else outcome
 
 
 @dataclass(slots=True, eq=False)
 class CopyJob:
-    """A copy of one load or store.
+    """Copy of one load or store.
 
     Args:
-        is_load: whether it copies into the engine's blocks.
+        is_load: True for a load: the job copies into the engine's blocks.
         make_runs: makes the runs of bytes, on the copy thread.
-        on_end: called with the failures; empty after a success.
-        before: hook on the copy thread before the first byte. It returns a reason to fail the job, or None.
-        after: the same, after the last byte.
-        records: checksums for the copy engine to take.
+        on_end: called at the end with the failures; empty after a success.
+        before: hook on the copy thread before the first byte. It returns a description of a failure, or None.
+        after: hook on the copy thread after the last byte, as `before`.
+        records: checksums that the copy engine takes during the copy.
         zero_bytes: bytes of padding in the runs. Set by `make_runs`.
-        failures: failures that the hooks found, with the chunk that caused each.
+        failures: failures that the hooks have found, with their chunks.
     """
 
     is_load: bool
@@ -172,7 +173,7 @@ class CopyJobs:
             self._paths.loads.wait(loads, timeout_s)
 
     def suspend(self, timeout_s: float) -> bool:
-        """Waits until all jobs have ended. False on timeout; else further jobs fail at once until `resume`."""
+        """Waits until all jobs have ended. False after a timeout; else later jobs fail at once until `resume`."""
         ends_s = self._paths.clock() + timeout_s
         for engine in self._paths.engines():
             is_loads = engine is self._paths.loads
@@ -185,18 +186,18 @@ class CopyJobs:
         return True
 
     def resume(self) -> None:
-        """Accepts jobs again."""
+        """Ends the effect of `suspend`: later jobs are queued again."""
         self._is_suspended = False
 
     def close(self) -> None:
-        """Finishes the running job and fails the others."""
+        """Waits for the running job of each engine, and fails the queued jobs."""
         for engine in self._paths.engines():
             engine.close()
         self.poll()
 
 
 class RankWorker:
-    """Base class of the workers: copy jobs, and outcomes for the scheduler.
+    """Base class of the workers of connectors that store: copy jobs, and outcomes for the scheduler.
 
     Args:
         paths: the copy engines.
@@ -210,22 +211,22 @@ class RankWorker:
         self._outcomes = Outcomes()
 
     def tell(self, facts: dict[str, str]) -> None:
-        """Sets facts that the scheduler needs before it opens a store that outlives the engine."""
+        """Sets the facts of this rank. The scheduler needs them before it opens a store that outlives the engine."""
         self._outcomes.tell(facts)
 
     def take_facts(self) -> dict[str, str] | None:
-        """Facts that were not sent to the scheduler yet."""
+        """Facts that were not taken yet; None if there are none."""
         return self._outcomes.take_facts()
 
     def suspend(self, timeout_s: float) -> bool:
-        """Waits until no copy uses the engine's KV memory. False on timeout; else loads and stores fail without a copy
-        until `resume`. Results are reported with the next step."""
+        """Waits until no copy uses the engine's KV memory. False after a timeout; else loads and stores fail without a
+        copy until `resume`. Their results are reported with the next step."""
         return self._copies.suspend(timeout_s)
 
     def resume(self) -> None:
-        """Copies again. The engine's KV memory is mapped at the same addresses."""
+        """Allows copies again. The engine's KV memory must be mapped at the same addresses as before."""
         self._copies.resume()
 
     def outcome(self) -> StepOutcome | None:
-        """Stores, moves and failures since the last call, None if there are none."""
+        """Stores, moves and failures since the last call; None if there are none."""
         return self._outcomes.take_outcome()

@@ -1,7 +1,8 @@
-"""Copy table: the copies of many chunks as a few arrays. It is sent to a worker, which lowers all copies in one call.
+"""Copy table: the copies of many chunks as a few arrays. The scheduler sends a table to a worker, which lowers all
+copies in one call.
 
-Most chunks of a job differ only in key, slot and blocks, so the common part is stored once for consecutive chunks, and
-no object is created for a single chunk. `copies_of` and `copies_of_runs` make tables from the planner's transfers.
+Most chunks of a job differ only in key, slot and blocks. So a table has the common part once for consecutive chunks,
+and no object for a single chunk. `copies_of` and `copies_of_runs` make tables from the planner's transfers.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from hybridkv.tiers import Slot
 
 
 class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
-    """A copy between blocks of one group and a chunk, or a part of one, in a tier.
+    """Copy between blocks of one group and a chunk in a tier, or consecutive blocks of the chunk.
 
     Args:
         group_index: the engine's group.
         key: key of the chunk.
-        slot: place of the chunk, the same on every rank.
-        first_block: index of the first of `block_ids` among the chunk's stored blocks.
+        slot: slot of the chunk.
+        first_block: place of `block_ids[0]` among the blocks of the chunk.
         stored_blocks: number of blocks in the chunk.
         block_ids: the engine's blocks, in token order.
-        lead_tokens: tokens at the start of the first stored block that the chunk lacks.
-        trail_tokens: tokens at the end of the last stored block that the chunk lacks.
-        local_blocks: for a load, blocks of the engine with the same content that replace the tier as source; empty if
+        lead_tokens: tokens that the chunk lacks at the start of its first block.
+        trail_tokens: tokens that the chunk lacks at the end of its last block.
+        local_blocks: for a load: blocks of the engine with the same content, as source in place of the tier. Empty if
             the tier is the source.
     """
 
@@ -48,7 +49,7 @@ class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopyShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive copies that differ only in keys, slots and blocks. Fields in the order of the table's numbers."""
+    """Consecutive copies that differ only in keys, slots and blocks. The fields have the order of a table's numbers."""
 
     num_copies: int
     group_index: int
@@ -70,8 +71,8 @@ class PlacedChunk(NamedTuple):
 
     Args:
         key: key of the chunk.
-        slot: place of the chunk.
-        is_local: the source is blocks of the engine, and the slot is not read.
+        slot: slot of the chunk.
+        is_local: blocks of the engine are the source; the slot is not read.
     """
 
     key: bytes
@@ -93,11 +94,11 @@ class CopyColumns(NamedTuple):
     """Copies as sequences of equal length.
 
     Args:
-        part: part of each; equal parts are the same object.
-        key: key of its chunk.
-        slot: slot of its chunk.
+        part: part of the chunk of each copy.
+        key: key of the chunk of each copy.
+        slot: slot of the chunk of each copy.
         block_ids: see `ChunkCopy`.
-        local_blocks: see `ChunkCopy`; None if no copy has any.
+        local_blocks: see `ChunkCopy`; None if no copy has local blocks.
     """
 
     part: Sequence[ChunkPart]
@@ -111,7 +112,7 @@ class CopyRun(NamedTuple):
     """Consecutive copies of the same part of their chunks, with equal numbers of blocks.
 
     Args:
-        part: part of each.
+        part: part of the chunk of each copy.
         num_copies: number of copies.
         block_ids: blocks of all copies, concatenated.
     """
@@ -122,14 +123,14 @@ class CopyRun(NamedTuple):
 
 
 class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies, in order. Numbers are in the machine's byte order, as a table is never stored.
+    """Copies, in order. Numbers are in the machine's byte order, because a table is never stored.
 
     Args:
-        shapes: ten 32-bit numbers each, see `CopyShape`.
-        keys: concatenated keys.
-        block_ids: blocks of every copy, 32-bit numbers.
-        local_ids: blocks of the engine that are sources of copies, 32-bit numbers.
-        extents: (offset, num_bytes) of every slot, 64-bit numbers.
+        shapes: one `CopyShape` after the other, as ten 32-bit numbers each.
+        keys: keys of all chunks, concatenated.
+        block_ids: blocks of all copies, as 32-bit numbers.
+        local_ids: blocks of the engine that are sources of copies, as 32-bit numbers.
+        extents: (offset, num_bytes) of all extents of all slots, as 64-bit numbers.
     """
 
     shapes: bytes = b""
@@ -143,7 +144,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Table of `copies`.
 
         Raises:
-            struct.error: a block id is no 32-bit integer.
+            struct.error: a block id does not fit 32 bits.
         """
         each = list(copies)
         return cls.of_columns(
@@ -163,7 +164,11 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_columns(cls, columns: CopyColumns) -> CopyTable:
-        """Table of copies in columns. `ValueError` for columns of different lengths."""
+        """Table of copies in columns.
+
+        Raises:
+            ValueError: the columns have different lengths.
+        """
         if len({len(column) for column in columns if column is not None}) > 1:
             raise ValueError(f"expected columns of one length, got {[len(column or ()) for column in columns]}")
         extents = [slot.extents for slot in columns.slot]
@@ -177,8 +182,11 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_runs(cls, runs: Sequence[CopyRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> CopyTable:
-        """Table of runs, with the keys and slots of their chunks. `ValueError` if the numbers of copies, keys and slots
-        differ."""
+        """Table of runs, with the keys and slots of all their chunks in order.
+
+        Raises:
+            ValueError: the numbers of copies, keys and slots differ.
+        """
         num_copies = sum(run.num_copies for run in runs)
         if not num_copies == len(keys) == len(slots):
             raise ValueError(f"expected {num_copies} keys and slots, got {len(keys)} and {len(slots)}")
@@ -205,11 +213,11 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
             yield CopyShape(*numbers[start : start + SHAPE_NUMBERS])
 
     def local_blocks(self) -> Sequence[int]:
-        """Blocks of the engine that are sources, over all copies."""
+        """Blocks of the engine that are sources of copies, concatenated over all copies."""
         return array("i", self.local_ids)
 
     def from_tier(self) -> CopyTable:
-        """The same copies, each with its slot as source."""
+        """The same copies without local blocks: all copies have slots as sources."""
         shapes = array("i", self.shapes)
         column = CopyShape.__struct_fields__.index("num_local")
         shapes[column::SHAPE_NUMBERS] = array("i", bytes(len(self.shapes) // SHAPE_NUMBERS))
@@ -231,7 +239,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum(array("i", self.shapes)[::SHAPE_NUMBERS])
 
     def __iter__(self) -> Iterator[ChunkCopy]:
-        """Single copies."""
+        """Yields the copies, one object for each."""
         block_ids, local_ids, chunks = array("i", self.block_ids), array("i", self.local_ids), self.chunks()
         block = local = 0
         for shape in self.rows():
@@ -252,7 +260,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def _shapes(columns: CopyColumns, extents: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bytes]:
-    """Rows of the table."""
+    """Rows of the table: consecutive copies with the same part and equal sizes share a row."""
     start = 0
     local_blocks: Sequence[Sequence[int]] = columns.local_blocks or [()] * len(extents)
     of_each: tuple[Sequence[Sized], ...] = (columns.block_ids, local_blocks, extents, columns.key)
@@ -284,7 +292,8 @@ def _shape(
 
 
 def _equal_runs(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:
-    """Runs of equal sizes: their lengths and these sizes. The usual case, a single run, is detected first."""
+    """Runs of rows in which the items of each column have equal lengths. Yields the number of rows, then these lengths.
+    The usual case, a single run, is detected first."""
     sizes = [set(map(len, column)) for column in columns]
     if all(len(of_column) == 1 for of_column in sizes):
         yield len(columns[0]), *(size for [size] in sizes)
@@ -294,7 +303,7 @@ def _equal_runs(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]
 
 
 def _packed(kind: str, each: Sequence[Sequence[int]]) -> bytes:
-    """Numbers of all sequences in the format of `array`, in a fourth of the time that `array` takes."""
+    """Bytes of the numbers of all sequences, as `array` stores them, but four times as fast as `array`."""
     sizes = set(map(len, each))
     if len(sizes) == 1:
         pack = _packer(kind, sizes.pop())
@@ -308,8 +317,8 @@ def _packer(kind: str, count: int) -> Callable[..., bytes]:
 
 
 def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
-    """Bytes of the engine's pages that one such copy moves on one rank, for a store or a load. Excludes the zeros that
-    align pages in a chunk."""
+    """Bytes of the engine's pages that one copy of this shape reads or writes on one rank, without the zeros that align
+    pages in a chunk."""
     size = layout.spec.groups[copy.group_index].block_tokens
     num_tokens = copy.num_blocks * size
     if copy.first_block == 0:
@@ -320,7 +329,7 @@ def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
 
 
 class Copies(NamedTuple):
-    """Copies of one load or store, and their bytes on one rank by source or destination: a tier, or local blocks."""
+    """Copies of one load or store, and their bytes on one rank: to or from a tier, and from local blocks."""
 
     copies: CopyTable
     tier_bytes: int
@@ -334,7 +343,8 @@ def copies_of(
     slots: Sequence[Slot],
     local: LocalCopies | None = None,
 ) -> Copies:
-    """Copies of a load's transfers, from the slot of each chunk or from blocks that the engine still holds."""
+    """Copies of a load's transfers. The source is the slot of each chunk, or blocks that the engine still holds
+    (`local`)."""
     spec = layout.spec
     whole = _whole_parts(spec)
     parts = [
@@ -373,7 +383,7 @@ def _with_sizes(layout: CacheLayout, table: CopyTable) -> Copies:
 
 
 def _whole_parts(spec: CacheSpec) -> list[ChunkPart | None]:
-    """For each group the part that is a whole chunk; None if chunks differ."""
+    """For each group: the part that is a whole chunk; None if the chunks of the group have different parts."""
     return [
         None if blocks is None else ChunkPart(group_index, 0, len(blocks), 0, 0)
         for group_index, blocks in enumerate(spec.alike_parts)

@@ -1,7 +1,7 @@
 """Facts for the fingerprint: named values of the engine's process that the stored bytes depend on.
 
-`engine_facts` gathers all of them. The facts of workers, the groups and the chunk are added when the fingerprint is
-built. This package looks at no device, and apart from `worker_facts` at no tensor.
+`engine_facts` collects all of these. The facts of workers, the groups and the chunk length are added when the
+fingerprint is built. This package reads no device, and no tensor except in `worker_facts`.
 """
 
 from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts, spec_facts

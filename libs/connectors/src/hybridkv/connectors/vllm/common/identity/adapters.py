@@ -1,18 +1,19 @@
-"""Adapter versions: the content of an adapter's files, as the engine's block hashes contain only its name and path.
+"""Adapter versions: the content of an adapter's files. The engine's block hashes have only the adapter's name and path.
 
-The engine does not report when it loads an adapter; it may have loaded it at any time since it started. So the content
-on disk counts as the engine's only if no other content is possible:
-- the files have not changed since the engine started, or
-- the request loads the adapter in place, so that it is loaded again at each step, and the files do not change
-  meanwhile.
-The first rule holds only for files that existed when the adapter was first requested: a parent directory may be
-replaced later and leave no trace in their times. The engine also finds loaded weights by the adapter's number alone. If
-a number changes from one name or path to another, its weights are unknown until an adapter with it is loaded in place.
+The engine does not report when it loads an adapter; the load may be at any time since the engine's start. So the
+content on disk counts as the engine's content only in two cases:
+- The files have not changed since the engine started.
+- The request loads the adapter in place, so the engine loads the adapter again at each step, and the files do not
+  change in this time.
+The first case needs files that existed when the adapter was first requested: a parent directory that is replaced later
+leaves no trace in the times of the files. The engine finds loaded weights only by the adapter's number. So if the name
+or the path of a number changes, the engine's weights of this number are unknown until an adapter with this number is
+loaded in place.
 
-A request in doubt finds nothing and stores nothing. Content that was copied out of the engine becomes visible only
-after a last check that the files are still as they were read.
+For other adapters, the content is in doubt: their requests load nothing and store nothing. Stored content is committed
+only after a last check that the files have not changed since they were read.
 
-Two threads read and check files; a caller waits for them at most `LOOK_S`.
+Two threads read and check files; a caller waits for a check at most `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from hybridkv.tiers.threads import BackgroundThread, Outcome
 logger = logging.getLogger("vllm.hybridkv.adapters")
 
 MAX_ADAPTERS = 1024
-"""Maximum of adapters in memory; the least recently used one is read again when it returns."""
+"""Maximum of adapters in memory. The least recently used adapter is dropped, and read again at its next request."""
 MAX_SEEN = 8192
-"""Maximum of adapters with a recorded first check, and of recorded numbers; later ones are in doubt."""
+"""Maximum of adapters with a recorded first check, and of recorded numbers. Later adapters and numbers are in doubt."""
 LOOK_S = 0.05
-"""Seconds that a request waits for a check of files. No file is read for it."""
+"""Maximum seconds that a caller waits for a check of files. A check reads no content."""
 TICK_NS = 100_000_000
-"""Two changes of a file within this time may leave equal times."""
+"""Nanoseconds within which two changes of a file may leave equal times."""
 
 Name = tuple[str, int, str]
-"""Name, number and path, by which an engine distinguishes adapters."""
+"""Name, number and path of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """Version of a request's adapter at its admission; `Adapters.holds` tells whether it is still valid."""
+    """Version of a request's adapter at the request's admission; `Adapters.holds` tells whether it is still valid."""
 
     name: Name
     signature: Signature
@@ -57,7 +58,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Current adapter of a number, and how often the number changed from one adapter to another."""
+    """Current adapter of a number, and how often another adapter has got the number."""
 
     name: Name
     count: int
@@ -65,9 +66,9 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Adapter:
-    """One adapter. `held` is the signature of the files that the engine has certainly loaded.
+    """State of one adapter. `held`: signature of the files that the engine has certainly loaded.
 
-    It is valid while the adapter's number is still in turn `held_turn`.
+    `held` is valid only while `held_turn` is the turn of the adapter's number.
     """
 
     name: Name
@@ -86,8 +87,8 @@ class Adapters:
 
     Args:
         keys: keys of the model without an adapter.
-        began_ns: time when the engine started, or earlier, in nanoseconds since 1970.
-        now_ns: current time of the same clock.
+        began_ns: time of the engine's start, or an earlier time, in nanoseconds since 1970.
+        now_ns: returns the current time, in nanoseconds since 1970.
     """
 
     def __init__(self, keys: ChunkKeys, began_ns: int, now_ns: Callable[[], int] = time.time_ns) -> None:
@@ -103,17 +104,17 @@ class Adapters:
         self._checking: Outcome[Signature] | None = None
 
     def notice(self, lora: Any) -> None:
-        """Announces a request with this adapter: its files are checked and read in the background."""
+        """Records a request with this adapter. Checks and reads the adapter's files in the background."""
         adapter = self._adapter(lora)
         if adapter.content is None:
             self._read(adapter)
 
     def current_version(self, lora: Any, is_alone: bool) -> AdapterVersion | None:
-        """Version of the adapter for a request that is about to be admitted; None if its content is in doubt.
+        """Version of the adapter for a request just before its admission; None if the content is in doubt.
 
         Args:
             lora: the request's adapter.
-            is_alone: no other request prevents the engine from loading the adapter in place.
+            is_alone: whether no other request prevents a load in place; see `Requests`.
         """
         adapter = self._adapter(lora)
         if not self._is_read(adapter):
@@ -143,9 +144,10 @@ class Adapters:
             adapter.keys = None
 
     def holds(self, adapter_version: AdapterVersion | None) -> bool:
-        """Whether the files are unchanged, so that everything since the admission was computed with them.
+        """Whether the files, and the adapter of the number, are unchanged since the admission. Then the engine has
+        computed with these files since the admission.
 
-        True for a request without an adapter.
+        True for a request without an adapter (None).
         """
         if adapter_version is None:
             return True
@@ -158,25 +160,25 @@ class Adapters:
         return True
 
     def is_unchanged(self, adapter_version: AdapterVersion) -> bool:
-        """Whether the version would be the same for a request that is admitted now."""
+        """Whether a request that is admitted now would get the same version."""
         adapter = self._adapters.get(adapter_version.name)
         if adapter is None or self._turn(adapter) != adapter_version.turn:
             return False
         return self._check(adapter) == adapter_version.signature
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until every requested file is read; for tests and tools."""
+        """Waits until all requested reads and checks have ended; for tests and tools. False after a timeout."""
         return self._reader.settle(timeout_s) and self._checker.settle(timeout_s)
 
     def close(self) -> None:
-        """Ends the threads, unless a file system blocks them."""
+        """Ends each thread after its queued calls. Does not wait."""
         self._reader.close()
         self._checker.close()
 
     def _is_held(self, adapter: _Adapter, now: Signature, in_place: bool, is_alone: bool) -> bool:
-        """Whether the engine has loaded, or will load, the current content of the files."""
+        """Whether the engine has certainly loaded, or will load, the current content of the files."""
         if in_place:
-            # A change within the same tick in which the files were read would not show.
+            # A change in the same tick as the read of the files would leave equal times.
             is_settled = now.changed_ns + TICK_NS < adapter.read_ns
             if not is_settled:
                 self._forget(adapter)
@@ -201,12 +203,13 @@ class Adapters:
         return True
 
     def _turn(self, adapter: _Adapter) -> int:
-        """Turn of the adapter's number; -1 if another adapter has the number, or if it is unknown."""
+        """Turn of the adapter's number; -1 if another adapter has the number, or if the number is not recorded."""
         turn = self._turns.get(adapter.name[1])
         return turn.count if turn is not None and turn.name == adapter.name else -1
 
     def _first_signature(self, adapter: _Adapter) -> Signature | None:
-        """Signature when the adapter was first requested; None if there were no files, or it is unknown."""
+        """Signature of the files when the adapter was first requested; None if there were no files, or if this check
+        was not made."""
         look = self._first_checks.get(adapter.name)
         return look.value if look is not None else None
 
@@ -218,7 +221,7 @@ class Adapters:
         elif turn is not None and turn.name != name:
             self._turns[name[1]] = _Turn(name, turn.count + 1)
         if name not in self._first_checks and len(self._first_checks) < MAX_SEEN:
-            # Not waited for: the thread does it before any later check.
+            # No wait: the thread makes this check before later checks.
             look = self._checker.submit(lambda: signature(name[2]))
             self._first_checks[name] = look if look is not None else Outcome()
 
@@ -234,7 +237,7 @@ class Adapters:
         return adapter
 
     def _is_read(self, adapter: _Adapter) -> bool:
-        """Whether the content is known. Starts to read it if not."""
+        """Whether the content is known. If not, starts to read the files."""
         if adapter.content is not None:
             return True
         reading = adapter.reading
@@ -262,7 +265,7 @@ class Adapters:
     def _check(self, adapter: _Adapter) -> Signature | None:
         """Current signature of the files; None if it is not available within `LOOK_S`."""
         path, checking = adapter.name[2], None
-        # While the file system blocks an earlier check, a new one would not be in time.
+        # While the file system blocks an earlier check, a new check would not end in time.
         if self._checking is None or self._checking.is_done:
             checking = self._checking = self._checker.submit(lambda: signature(path))
         if checking is None or not checking.wait(LOOK_S):
@@ -279,6 +282,6 @@ class Adapters:
 
 
 def _options(lora: Any) -> dict[str, Any]:
-    """Every field of a LoRARequest, except those that name it or control when it is loaded."""
+    """Every field of a LoRARequest, except fields that name the adapter or control the time of its load."""
     known = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace")
     return {name: getattr(lora, name) for name in lora.__struct_fields__ if name not in known}

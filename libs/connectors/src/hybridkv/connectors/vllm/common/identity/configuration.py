@@ -1,7 +1,7 @@
-"""Facts of the engine's configuration: every field, except those on a list with a reason for each.
+"""Facts of the engine's configuration: every field, except the fields that `excluded.py` lists with a reason.
 
-The objects are read after the engine is built, so after overrides and defaults. A field that is not on the list is a
-fact, so a field that a newer engine adds is a fact too.
+The objects are read after the engine is built, so overrides and defaults are applied. A field that is not on the list
+is a fact, also a new field of a newer engine.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ INDEPENDENT = frozenset(
         "openpangu",
     }
 )
-"""Types of rotary embedding with angles that depend only on their own parameters and the position."""
+"""Types of rotary embeddings with angles that depend only on the parameters of the embedding and on the position."""
 LONG = ("longrope", "su")
 LLAMA4_TUNED_TOKENS = 32768
 
 
 def length_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Facts of `max_model_len`, for the model and for its drafter."""
+    """Facts that models derive from `max_model_len`, for the model and for its drafter."""
     model = vllm_config.model_config
     facts = dict(_facts("model_config", model, (model.max_model_len,)))
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft is not model:
-        # A layer of the drafter may read the length of either configuration, whichever is current.
+        # A layer of the drafter may read the length of the drafter's or of the model's configuration.
         lengths = (draft.max_model_len, model.max_model_len)
         facts |= dict(_facts("speculative_config.draft_model_config", draft, lengths))
     return facts
@@ -92,7 +92,7 @@ def _architectures(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _ropes(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Parameters of every rotary embedding of a model, with the configuration that contains them."""
+    """Parameters of every rotary embedding of a model, each with the configuration that contains the parameters."""
     for key, value in settings.items():
         if not isinstance(value, Mapping):
             continue
@@ -116,27 +116,29 @@ def _original(rope: Mapping[str, Any], settings: Mapping[str, Any]) -> int | Non
 
 
 MAX_KEYS = 64
-"""Maximum keys of a mapping that become one fact each; a larger mapping is one fact."""
+"""Maximum keys of a mapping with one fact for each key; a larger mapping is one fact."""
 IGNORED = "ignored"
 
 
 def configuration_facts(vllm_config: VllmConfig, ignored: Sequence[str] = ()) -> dict[str, str]:
-    """Every field of the final configuration, recursively, by its dotted path.
+    """Every field of the final configuration that is not excluded, recursively, by its dotted path.
 
-    A path in `ignored` yields only its name, so that a value without canonical text causes no error there.
+    A fact in `ignored` gets the text `IGNORED`, so that a value without canonical text causes no error.
 
     Raises:
         ConfigurationError: a value has a type without canonical text.
     """
     facts = dict(_Walk(ignored).visit("", "", vllm_config))
-    # The object also collects data while weights are loaded, so only its class is a fact; its settings are facts too.
+    # `quant_config` also collects data while weights are loaded, so only its class is a fact. Its settings are other
+    # facts.
     facts["quantization.method"] = text("quant_config", vllm_config.quant_config and type(vllm_config.quant_config))
     return facts | length_facts(vllm_config)
 
 
 @functools.cache
 def field_exclusion_reason(scope: str) -> str | None:
-    """Why a field is not in the fingerprint; None if it is. `scope` names its class, as in `ModelConfig.tokenizer`."""
+    """Reason why a field is not in the fingerprint; None if the field is in it. `scope`: class and field, such as
+    `ModelConfig.tokenizer`."""
     for reasons in (EXCLUDED_FIELDS, EXCLUDED_FIELDS_OF_OTHER_VERSIONS):
         if scope in reasons:
             return reasons[scope]
@@ -147,14 +149,15 @@ def field_exclusion_reason(scope: str) -> str | None:
 
 
 class _Walk:
-    """One traversal. An object that occurs again, such as the target's configuration in the drafter's, is one fact."""
+    """One traversal. If an object occurs again, such as the target's configuration in the drafter's, the second
+    occurrence is one fact."""
 
     def __init__(self, ignored: Sequence[str]) -> None:
         self._ignored = ignored
         self._visited: dict[int, str] = {}
 
     def visit(self, path: str, scope: str, value: Any) -> Iterator[tuple[str, str]]:
-        """Facts of a value at a path; `scope` is the path from the innermost object, with the name of its class."""
+        """Facts of the value at `path`. `scope`: the path from the innermost object, which begins with its class."""
         if path and field_exclusion_reason(scope) is not None:
             return
         if path and any(is_named(pattern, path) for pattern in self._ignored):
@@ -190,7 +193,7 @@ class _Walk:
         yield from self._all(path, "PreTrainedConfig", settings)
 
     def _visit_nested(self, path: str, value: Any, settings: Mapping[str, Any]) -> None:
-        """Records nested configurations, which the engine also keeps in fields of their own, as already visited."""
+        """Records nested configurations as visited, because the engine also has separate fields for them."""
         for name, inner in vars(value).items():
             if is_model_settings(inner) and id(inner) not in self._visited and isinstance(settings.get(name), Mapping):
                 self._visited[id(inner)] = child(path, name)
@@ -206,7 +209,7 @@ EXCLUDED_SPEC_FIELDS = {
 
 
 def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
-    """Every field of a spec, except those that only concern the place of its pages.
+    """Every field of a spec, and the name of its class, without `EXCLUDED_SPEC_FIELDS`.
 
     Raises:
         ConfigurationError: a field's value has a type without canonical text.

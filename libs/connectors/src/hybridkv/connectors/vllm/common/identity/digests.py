@@ -1,11 +1,11 @@
-"""Digests of large files: of the whole file, or of a sample that distinguishes trainings. Cached beside the files.
+"""Digests of large files: of the whole file, or of a sample that differs between trainings. Cached beside the files.
 
 The sample of a safetensors file is its whole header (name, shape, type and place of every tensor) and some bytes of
-every tensor, so a training that changed a single tensor is detected. The sample of another file is bytes at even
-distances. Two files that differ only outside the sampled places count as equal.
+every tensor, so it detects a training that changed a single tensor. The sample of another file is bytes at equal
+distances. Two files that differ only outside the sampled places have the same digest.
 
-Digests are cached in a file in the model's directory, or in the user's cache directory if that is not writable. A
-cached digest is valid only while inode, size and times of its file are unchanged.
+Digests are cached in a file in the model's directory, or in the user's cache directory if the model's directory is not
+writable. A cached digest is valid only while device, inode, size and times of its file are unchanged.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ STEP_BYTES = 1 << 22
 TENSOR_SAMPLE_BYTES = 4096
 MAX_TENSOR_SAMPLES = 3
 FILE_SAMPLES = 4096
-"""Approximate number of sampled places of a safetensors file; at least one for every tensor."""
+"""Maximum of sampled places in a safetensors file, but at least one for every tensor."""
 BLOB_SAMPLE_BYTES = 1 << 16
 BLOB_SAMPLES = 64
 MAX_HEADER_BYTES = 100_000_000
 SETTLED_NS = 1_000_000_000
-"""A file that changed more recently may change again with equal times: clocks of file systems are coarse."""
+"""Nanoseconds after a change of a file until its digest may be cached: within a tick of the file system's clock, the
+file may change again without a change of its times."""
 
 
 class _CachedDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,13 @@ class _DigestCacheFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class FileDigests:
-    """Digests of the files below a directory. Each file is read at most once while it does not change."""
+    """Digests of the files below a directory. A file is read again only if it has changed, or changed recently.
+
+    Args:
+        root: the directory.
+        mode: "full" or "sampled".
+        clock_ns: current time in nanoseconds since 1970.
+    """
 
     def __init__(self, root: Path, mode: str, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._root = root
@@ -69,7 +76,11 @@ class FileDigests:
         self._has_new = False
 
     def of(self, path: Path) -> tuple[int, str]:
-        """Size and digest of a file. `OSError` if it cannot be read."""
+        """Size in bytes, and digest, of a file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         name = f"{self._mode} {path.relative_to(self._root).as_posix()}"
         known = self._known.get(name)
         with path.open("rb", buffering=0) as file:
@@ -77,7 +88,7 @@ class FileDigests:
             if known is not None and known == _of(before, known.digest):
                 return known.size, known.digest
             digest = _full(file) if self._mode == "full" else _sampled(file, before.st_size)
-            # A file that changed while it was read, or may have changed without a trace, is read again next time.
+            # The digest is not cached if the file changed during the read, or may have changed with equal times.
             is_settled = self._clock_ns() - max(before.st_ctime_ns, before.st_mtime_ns) >= SETTLED_NS
             if is_settled and _of(os.fstat(file.fileno()), digest) == (found := _of(before, digest)):
                 self._known[name] = found
@@ -85,7 +96,8 @@ class FileDigests:
         return before.st_size, digest
 
     def save(self) -> None:
-        """Writes new digests to the cache for the next process. A failure is logged and costs only time."""
+        """Writes new digests to the cache for the next process. A failure is only logged: the next process reads the
+        files again."""
         if not self._has_new:
             return
         there = {name: cached for name, cached in self._known.items() if (self._root / name.partition(" ")[2]).exists()}
@@ -163,7 +175,7 @@ def _sampled(file: BinaryIO, size: int) -> str:
 
 
 def _exactly(file: BinaryIO, length: int) -> bytes:
-    """So many bytes, or fewer at the end of the file."""
+    """Reads `length` bytes, or fewer at the end of the file."""
     data = b""
     while len(data) < length and (more := file.read(length - len(data))):
         data += more
@@ -171,7 +183,7 @@ def _exactly(file: BinaryIO, length: int) -> bytes:
 
 
 def _header(file: BinaryIO, size: int) -> bytes | None:
-    """Header of a safetensors file with the length before it; None if the file is no such file."""
+    """Header of a safetensors file, with the 8 bytes of its length; None if this is no safetensors file."""
     if size < 8:
         return None
     start = _exactly(file, 8)
@@ -183,7 +195,8 @@ def _header(file: BinaryIO, size: int) -> bytes | None:
 
 
 def _tensor_places(header: bytes, size: int) -> list[tuple[int, int]]:
-    """Places to read: the start of every tensor, and its middle and end if there are not too many tensors."""
+    """Places to read, as (offset, bytes): the start of every tensor; with few tensors also its end, or its middle and
+    end."""
     try:
         tensors = list(_tensors(json.loads(header[8:]), len(header), size))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -208,7 +221,7 @@ def _tensors(header: dict[str, Any], data: int, size: int) -> Iterator[tuple[int
 
 
 def _even_places(size: int) -> list[tuple[int, int]]:
-    """Places at even distances, and the end of the file, where an archive has its table."""
+    """Places at equal distances, as (offset, bytes), and the end of the file, which has the table of an archive."""
     stride = max(BLOB_SAMPLE_BYTES, (size - BLOB_SAMPLE_BYTES) // (BLOB_SAMPLES - 1))
     offsets = sorted({*range(0, size, stride), max(0, size - BLOB_SAMPLE_BYTES)})
     return [(offset, BLOB_SAMPLE_BYTES) for offset in offsets]

@@ -1,4 +1,4 @@
-"""All facts of the engine's own process, and the reasons why no other process could have the same facts."""
+"""All facts of the engine's own process, and reasons why no other process can have the same content."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def code_facts(vllm_config: VllmConfig, gathered: Gathered) -> None:
-    """Digest of every Python file of a model, if its configuration refers to code that may run.
+    """Adds a digest of the Python files of the model, and of its drafter, if `trust_remote_code` allows such code.
 
     Raises:
-        ConfigurationError: such a file cannot be read.
+        ConfigurationError: a Python file cannot be read.
     """
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     for name, model in (("code.model", vllm_config.model_config), ("code.drafter", draft)):
@@ -43,7 +43,7 @@ def _model(name: str, model: ModelConfig, download_dir: str | None, gathered: Ga
 
 
 def _repositories(auto_map: Any) -> Iterator[str]:
-    """Repositories of the classes in an `auto_map`: "" for the model's own files, or one of the hub."""
+    """Repositories of the classes in an `auto_map`: "" for the model's own files, else a repository of the hub."""
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         for reference in value if isinstance(value, list | tuple) else (value,):
             if isinstance(reference, str):
@@ -86,8 +86,8 @@ class EngineFacts:
 
     Args:
         facts: canonical text by dotted name.
-        unrepeatable: reasons why no other process can have the same content, by the name of their cause. If not empty,
-            the facts contain a nonce, and a store that outlives the process is never read again.
+        unrepeatable: reasons why no other process can have the same content, by the name of a fact or setting. If not
+            empty, the facts contain a nonce, so no other process reads the stored content.
     """
 
     facts: dict[str, str]
@@ -97,7 +97,7 @@ class EngineFacts:
 def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: IdentityConfig) -> EngineFacts:
     """Facts of the engine's own process: configuration, environment, weights, code, version.
 
-    Facts that the operator ignores are still included: `without_ignored` removes them after the workers' facts came.
+    Facts that the operator ignores are included: `without_ignored` removes them after the workers' facts have arrived.
 
     Raises:
         ConfigurationError: a value of the configuration has a type without canonical text, or a file of the weights
@@ -124,7 +124,7 @@ def engine_version() -> str:
 
 
 def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
-    """Reasons that arise while the engine runs, from its first requests or from outside."""
+    """Adds the reasons for content that depends on this process: on its first requests, or on other processes."""
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
         gathered.unrepeatable["cache_config.calculate_kv_scales"] = (

@@ -1,7 +1,7 @@
 """Facts of the environment: every variable that may change computed content, by name. Values are digested.
 
-All variables of the engine itself are facts, except those in `EXCLUDED_VARIABLES`. Other variables are facts if
-libraries below the engine read them to choose instructions, precisions or kernels. An unset variable is no fact.
+A set variable is a fact if it matches `CANDIDATE_VARIABLES` and is not in `EXCLUDED_VARIABLES`. Candidates are all
+variables of the engine, and variables of its libraries that may choose instructions, precisions or kernels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _COMPILER = "where and how compiled code is kept; the configuration determines i
 _SHIPPED = "part of an engine's package; the engine's version is a fact"
 
 EXCLUDED_VARIABLES: Mapping[str, str] = {
-    # Read by the engine, but not specific to it.
+    # General variables that the engine reads.
     "MAX_JOBS": _BUILD,
     "NVCC_THREADS": _BUILD,
     "CMAKE_BUILD_TYPE": _BUILD,
@@ -211,7 +211,7 @@ EXCLUDED_VARIABLES: Mapping[str, str] = {
     "VLLM_USE_MEGA_AOT_ARTIFACT": _COMPILER,
     "VLLM_TRITON_JIT_WARMUP_NUM_THREADS": _COMPILER,
     "VLLM_DEEP_GEMM_WARMUP": _COMPILER,
-    # Libraries under the engine.
+    # Libraries that the engine uses.
     "*_CACHE_DIR": _PLACE,
     "TRITON_HOME": _PLACE,
     "TRITON_DUMP_DIR": _PLACE,
@@ -250,11 +250,11 @@ EXCLUDED_VARIABLES: Mapping[str, str] = {
     "MIOPEN_ENABLE_LOGGING*": _LOG,
     "MIOPEN_USER_DB_PATH": _PLACE,
 }
-"""Reasons by pattern. Patterns are as for file names: `*` matches any characters."""
+"""Variables that are not in the fingerprint: reasons by name or pattern. `*` matches any characters."""
 
 
 def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Digest of every set variable that may change content."""
+    """Digest of every variable in `environ` that may change content, by fact name."""
     return {
         f"{ENVIRONMENT}.{name}": digested(value)
         for name, value in sorted(environ.items())
@@ -276,7 +276,7 @@ def is_candidate_variable(name: str) -> bool:
 
 @functools.cache
 def variable_exclusion_reason(name: str) -> str | None:
-    """Why a variable is not in the fingerprint, if it is on the list."""
+    """Reason why `EXCLUDED_VARIABLES` lists a variable; None if the variable is not listed."""
     if name in EXCLUDED_VARIABLES:
         return EXCLUDED_VARIABLES[name]
     for pattern, reason in EXCLUDED_VARIABLES.items():

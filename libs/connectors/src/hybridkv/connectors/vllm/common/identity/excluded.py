@@ -1,9 +1,9 @@
 """Fields of the engine's configuration that are not in the fingerprint, each with its reason; and facts that the
 operator ignores.
 
-A field is named by its class, wherever an object of the class occurs; `*` at an end matches the rest. A field that is
-not listed is in the fingerprint. The engine's own lists of fields without effect on its hashes do not help here: they
-concern the reuse of compiled graphs, not of cached content.
+An entry is the name of a class and of a field; it holds for every object of the class. `*` at the end matches the rest.
+A field that is not listed is in the fingerprint. The engine's own lists of fields without effect on its hashes are not
+used: they concern the reuse of compiled graphs, not of cached content.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ EXCLUDED_FIELDS: Mapping[str, str] = {
     "ECTransferConfig.ec_ip": _NETWORK,
     "ECTransferConfig.ec_port": _NETWORK,
 }
-"""Fields of the newest engine that the tests run."""
+"""Fields of the newest vLLM that the tests run, each with its reason."""
 
 EXCLUDED_FIELDS_OF_OTHER_VERSIONS: Mapping[str, str] = {
     "ModelConfig.enable_return_routed_experts": _SERVING,
@@ -236,13 +236,13 @@ EXCLUDED_FIELDS_OF_OTHER_VERSIONS: Mapping[str, str] = {
     "SpeculativeConfig.fly_*": _SAMPLING,
     "VllmConfig.watchdog_config": _OBSERVED,
 }
-"""Fields of vLLM 0.30, 0.31 and 0.33."""
+"""Fields of vLLM 0.30, 0.31 and 0.33 that are not in `EXCLUDED_FIELDS`, each with its reason."""
 
 EXCLUDED_MODEL_KEYS: Mapping[str, str] = {
     "_name_or_path": _PLACE,
     "transformers_version": "which library wrote the file",
 }
-"""Keys of a model's own configuration, at any depth."""
+"""Keys of a model configuration, at any depth, each with its reason."""
 
 SECRET = frozenset(
     {
@@ -251,17 +251,17 @@ SECRET = frozenset(
         "ECTransferConfig.ec_connector_extra_config",
     }
 )
-"""Fields that are in the fingerprint only as digests: an operator's free text may hold credentials."""
+"""Fields that are in the fingerprint only as digests, because an operator's free text may hold credentials."""
 
 
 def is_named(entry: str, name: str) -> bool:
-    """Whether an entry names a fact, or an object that contains the fact. `*` in an entry matches anything."""
+    """Whether an entry names a fact, or an object that contains the fact. `*` in an entry matches any text."""
     pattern = ".*".join(re.escape(piece) for piece in entry.split("*"))
     return re.fullmatch(rf"{pattern}([.\[].*)?", name, re.DOTALL) is not None
 
 
 def without_ignored(facts: Mapping[str, str], ignores: Sequence[str]) -> dict[str, str]:
-    """The facts without those that `identity_ignores` names, each by its name or a leading part of it.
+    """The facts without the facts that entries of `identity_ignores` name; see `is_named`.
 
     Raises:
         ConfigurationError: an entry names no fact.

@@ -1,7 +1,7 @@
 """Canonical text of values: equal in every process, and different for different values.
 
-It is not JSON: an enumeration member, an element type and a path must not equal the string with the same letters. This
-module does not decide which values matter.
+The text is not JSON: an enumeration member, an element type and a path have other texts than a string with the same
+letters. This module does not decide which values are facts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from hybridkv.connectors.vllm.common.identity.excluded import EXCLUDED_MODEL_KEY
 
 
 def is_model_settings(value: Any) -> bool:
-    """Whether a value is a model's configuration of the transformers library."""
+    """Whether a value is a model configuration of the transformers library."""
     return any(base.__name__ in ("PretrainedConfig", "PreTrainedConfig") for base in type(value).__mro__)
 
 
 def model_settings(path: str, value: Any) -> dict[str, Any]:
-    """A model's configuration with overrides, without the fields that only tell its origin."""
+    """Settings of a model configuration, overrides included, without `EXCLUDED_MODEL_KEYS`.
+
+    Raises:
+        ConfigurationError: the configuration cannot be serialized.
+    """
     try:
         found: Mapping[str, Any] = value.to_dict()
     except Exception as error:
@@ -45,21 +49,22 @@ def _without_origin(value: Any) -> Any:
 
 
 MAX_TEXT = 200
-"""Maximum letters of a text that is kept as it is; a longer one is digested."""
+"""Maximum characters of a canonical text; a longer text is replaced by its digest."""
 
 
 def text(path: str, value: Any) -> str:
-    """Canonical text of a value, or a digest of it if it is long.
+    """Canonical text of a value, or the digest of a text longer than `MAX_TEXT`.
 
     Raises:
-        ConfigurationError: the value is or contains a value of a type without canonical text.
+        ConfigurationError: the value, or a value in it, has a type without canonical text; the text names `path`.
     """
     whole = _text(path, value)
     return whole if len(whole) <= MAX_TEXT else digested(whole)
 
 
 def secret_text(path: str, value: Any) -> str:
-    """Digest of the canonical text, however short: for values that may hold a credential. An empty value is shown."""
+    """Digest of the canonical text, also of a short one: for values that may hold a credential. The canonical text of
+    an empty value is not digested."""
     return digested(_text(path, value)) if value else _text(path, value)
 
 
@@ -69,11 +74,11 @@ def digested(whole: str) -> str:
 
 
 def parts(value: Any) -> dict[str, Any] | None:
-    """Fields of an object that consists only of its fields: a dataclass or a pydantic model. None for others."""
+    """Fields of a dataclass, a pydantic model or a model configuration; None for other values."""
     if isinstance(value, type):
         return None
     if is_model_settings(value):
-        # A dataclass too, but with state outside its fields.
+        # Also a dataclass, but with values outside its fields.
         return model_settings(type(value).__name__, value)
     if is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
@@ -103,7 +108,8 @@ def _by_name(path: str, value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({_text(path, value.func)}, {_text(path, value.args)}, {_text(path, value.keywords)})"
     name = getattr(value, "__qualname__", None)
-    # Two lambdas of one function have one name, and a bound method's object is more than its name.
+    # Not lambdas, because two of them may have the same name. Not bound methods, because the name does not contain the
+    # object.
     if callable(value) and name and "<lambda>" not in name and getattr(value, "__self__", None) is None:
         return f"{value.__module__}.{name}"
     raise ConfigurationError(

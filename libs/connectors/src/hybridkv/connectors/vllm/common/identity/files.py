@@ -1,6 +1,6 @@
-"""Files of an adapter: their content, and a signature that shows changes without reading them.
+"""Files of an adapter: a digest of their content, and a signature that shows changes without a read of the content.
 
-Functions here keep no state, and may block as long as the file system does.
+The functions keep no state. They block while the file system blocks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ class NotReadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Status of the files: every change gives another signature, even if a program restores their times.
+    """Status of an adapter's files. Every change of a file gives another signature, even if a program restores the
+    file's times.
 
     Args:
-        entries: name, device, inode, size, mtime and ctime of the files, their directory and the links to them.
-        changed_ns: latest ctime, in nanoseconds of the file system's clock since 1970.
+        entries: name, device, inode, size, mtime and ctime of the files, of their directory, and of symbolic links on
+            their paths.
+        changed_ns: latest ctime in `entries`, in nanoseconds since 1970, by the file system's clock.
     """
 
     entries: tuple[tuple[str, int, int, int, int, int], ...]
@@ -40,7 +42,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Content of the files while they have this signature."""
+    """Digest of an adapter's content, and the signature of its files when they were read."""
 
     digest: bytes
     signature: Signature
@@ -50,7 +52,7 @@ def local_directory(path: str) -> Path:
     """Directory in which an engine looks for an adapter.
 
     Raises:
-        NotReadableError: the path is not on this machine, so it is a name on a hub.
+        NotReadableError: the path does not exist on this machine; it may be a name on a hub.
     """
     found = Path(os.path.expanduser(path))
     if not found.is_absolute() and not found.exists():
@@ -82,11 +84,11 @@ def content(path: str, options: object) -> Content:
     """Reads an adapter's files completely.
 
     Args:
-        path: path in the request.
-        options: other fields of the request that change how the engine reads the files.
+        path: path of the adapter in the request.
+        options: other fields of the request's adapter that change how the engine reads the files.
 
     Raises:
-        NotReadableError: the files cannot be read, there are none, or they changed meanwhile.
+        NotReadableError: the files cannot be read, do not exist, are no known adapter, or changed during the read.
     """
     before = signature(path)
     directory = local_directory(path)
@@ -117,5 +119,5 @@ def _names(directory: Path) -> list[str]:
 
 
 def _links(path: Path) -> list[Path]:
-    """Symbolic links on the way to a path, including the path itself."""
+    """Symbolic links among a path and its parent directories."""
     return [each for each in (*reversed(path.parents), path) if each.is_symlink()]

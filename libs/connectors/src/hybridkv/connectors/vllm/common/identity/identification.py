@@ -1,7 +1,7 @@
-"""Identity of an engine's stored content, from the facts of its process and the later facts of its workers.
+"""Identity of an engine's stored content: keys from the facts of its process and of its workers.
 
-Content that outlives the engine or is shared is named by all facts. Host memory alone starts and ends with the engine,
-so no other process ever reads its keys, and a nonce suffices.
+With tiers that outlive the engine or are shared, all facts are in the keys. Host memory alone starts and ends with the
+engine, so no other process reads its keys; then a nonce replaces the facts.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ class Identity:
         return self.keys.fingerprint.digest()
 
     def begin_anew(self) -> ChunkKeys:
-        """Replaces all keys, those of adapters too, by new ones that no other process has. Returns the model's."""
+        """Replaces all keys, also of adapters, by new keys that no other process has. Returns the keys of the model."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.adapters.begin_anew(nonce)
         return self.keys.for_adapter(nonce)
 
 
 class IdentityBuilder:
-    """Facts of an engine, until the facts of its workers arrive.
+    """Builds the identity of an engine from the engine's own facts and the later facts of its workers.
 
     Args:
         vllm_config: final configuration.
         config: the operator's settings of identity.
         layout: layout of the engine's groups.
         connector: name of the connector, for the log.
-        is_shared: whether another process may ever read the stored content. If not, no facts of workers are needed.
+        is_shared: whether another process may read the stored content at any time. If not, the identity needs no facts
+            of workers.
 
     Raises:
         ConfigurationError: the engine's own facts cannot be gathered.
@@ -81,7 +82,7 @@ class IdentityBuilder:
         return self._layout.world_size
 
     def identity(self, ranks: Mapping[int, Mapping[str, str]]) -> Identity:
-        """Identity with the facts of all workers.
+        """Identity from the facts of the engine and of all workers.
 
         Args:
             ranks: facts of each rank.

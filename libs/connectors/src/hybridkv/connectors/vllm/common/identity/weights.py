@@ -1,9 +1,9 @@
 """Identity of the weights that an engine loads, so that two trainings of one architecture never share a cache.
 
-Files are identified by their content and their names below the model's directory, not by the place of the directory.
-Other files of the model that are read while it runs, such as the settings of an image processor, are included. Weights
-that another process could not find again, for instance streamed ones, have no identity: their cache ends with the
-process, unless the operator names them.
+Files are identified by their content and by their names below the model's directory, not by the place of the directory.
+Other files that the engine reads at run time, such as the settings of an image processor, are included. Weights that
+another process cannot find again, for example streamed weights, have no identity: no other process can use their
+stored content, unless the operator gives the weights a name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Facts that are gathered step by step.
+    """Facts that several functions collect.
 
     Args:
         facts: canonical text by dotted name.
-        unrepeatable: reasons why another process cannot have the same fact, by name.
+        unrepeatable: reasons why another process cannot have the same content, by the name of a fact or setting.
     """
 
     facts: dict[str, str] = field(default_factory=dict)
@@ -38,8 +38,7 @@ class Gathered:
 
 
 def local_files(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Directory or file of a model: the path itself, or the snapshot of a hub's name in the local cache.
-
+    """Directory or file of a model: `model` itself if it is a path, or the snapshot of a hub's name in the local cache.
     None if the model is not on this machine.
     """
     path = Path(model)
@@ -50,7 +49,7 @@ def local_files(model: str, revision: str | None, download_dir: str | None) -> P
     import vllm.envs
 
     if vllm.envs.VLLM_USE_MODELSCOPE:
-        # In this hub's cache the name may refer to another model.
+        # On this hub, the name may mean another model than in the cache of Hugging Face.
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -62,7 +61,7 @@ def local_files(model: str, revision: str | None, download_dir: str | None) -> P
 
 
 def is_hidden(path: Path, root: Path) -> bool:
-    """Whether a file, or a directory between the root and it, has a name that starts with a dot."""
+    """Whether the path below `root` has a file or directory name that starts with a dot."""
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
@@ -80,7 +79,7 @@ _BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "npcache": (".bin",),
     "pt": (".pt",),
 }
-"""Suffixes of the files that a load format reads; the first suffix with a file is used."""
+"""Suffixes of the files that a load format reads. Only files with the first suffix that has files are read."""
 _ELSEWHERE = ("tensorizer", "modelexpress", "ipc_cache")
 """Load formats that read weights from other processes or services."""
 
@@ -100,11 +99,16 @@ EXCLUDED_SETTINGS: Mapping[str, str] = {
     "train_results.json": "how it was trained",
     "eval_results.json": "how it was trained",
 }
-"""JSON files beside the weights that are not in the fingerprint, each with its reason. Others are."""
+"""JSON files beside the weights that are not in the fingerprint, each with its reason. Other JSON files are in it."""
 
 
 def weights_facts(vllm_config: VllmConfig, mode: str, gathered: Gathered) -> None:
-    """Adds the weights of the model and of its drafter. `mode` is "sampled", "full", or the operator's name of them.
+    """Adds facts of the weights of the model and of its drafter.
+
+    Args:
+        vllm_config: final configuration.
+        mode: "sampled", "full", or the operator's name of the weights; with a name, no file of the weights is read.
+        gathered: gets the facts.
 
     Raises:
         ConfigurationError: a file of the weights cannot be read.
@@ -117,14 +121,14 @@ def weights_facts(vllm_config: VllmConfig, mode: str, gathered: Gathered) -> Non
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is model or (draft.model, draft.revision) == (model.model, model.revision):
-        # No weights, or a model that drafts for itself, with its weights in the model's own files.
+        # The drafter has no weights, or its weights are in the model's own files.
         return
     draft_load = getattr(speculative, "draft_load_config", None) or load
     _one("drafter", draft, draft_load, mode, gathered)
 
 
 def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: str) -> str | None:
-    """Digest of the files that a load format reads for a model; None if they are not on this machine.
+    """Digest of the files that a load format reads for a model; None if the files are not on this machine.
 
     Raises:
         ConfigurationError: a file cannot be read.
@@ -143,7 +147,7 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
             size, digest = digests.of(path)
         except OSError as error:
             raise _unreadable(path, error) from error
-        # A single file is identified by its content alone: its name is the name of the model.
+        # A single file is identified only by its content, because its name is the name of the model.
         name = "" if root.is_file() else path.relative_to(base).as_posix()
         hasher.update(f"{name}\0{size}\0{digest}\0".encode())
     digests.save()
@@ -151,13 +155,14 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
 
 
 def weight_files(root: Path, load_format: str) -> list[Path]:
-    """Files of a directory that a load format reads, and all weights in directories below it."""
+    """Files of a directory that a load format reads, and all files of weights in its subdirectories. Hidden files, and
+    the subdirectory `original`, are left out."""
     found = sorted(path for path in root.rglob("*") if path.is_file() and not is_hidden(path, root))
     top = [path for path in found if path.parent == root]
     below = [path for path in found if path.parent != root and path.suffix in SUFFIXES]
     below = [path for path in below if path.relative_to(root).parts[0] != "original"]
     if load_format not in _BY_FORMAT:
-        # The files of this load format are unknown.
+        # It is unknown which files this load format reads.
         return [path for path in top if path.name not in EXCLUDED_SETTINGS] + below
     for suffix in _BY_FORMAT[load_format]:
         if mine := [path for path in top if path.suffix == suffix]:
@@ -185,7 +190,8 @@ def _one(name: str, model: ModelConfig, load: LoadConfig, mode: str, gathered: G
 
 
 def _dummy(fact: str, model: ModelConfig, gathered: Gathered) -> None:
-    """Random weights: equal in every process, as each tensor is drawn from one seed, unless it holds integers."""
+    """Adds a fact of random weights: they are equal in every process, because each tensor comes from one seed. Weights
+    of a quantized model are unrepeatable: tensors of integers keep earlier content of the memory."""
     import torch
 
     if model.quantization is not None:
@@ -195,7 +201,7 @@ def _dummy(fact: str, model: ModelConfig, gathered: Gathered) -> None:
 
 
 def _settings(name: str, root: Path, model: Any) -> dict[str, str]:
-    """Digest of every JSON file beside the weights that may be read while the model runs."""
+    """Digests of the JSON files beside the weights that the engine may read at run time, by fact name."""
     is_llama4 = "llama4" in str(getattr(model.hf_config, "model_type", ""))
     facts = {}
     for path in sorted(root.glob("*.json")):

@@ -1,8 +1,9 @@
-"""Facts of a worker: named values that the stored bytes depend on and only a worker has.
+"""Facts of a worker: named values that the stored bytes depend on and that only a worker has.
 
-A worker chooses the attention backend, and on a CPU the instruction set that determines the order of the cache. Layer
-code changes flags in the worker's copy of the configuration, and the platform sets variables in its environment. A
-worker sends its facts once, when its KV tensors are registered; the scheduler's half merges the ranks.
+A worker chooses the attention backend, and on a CPU the instruction set, which determines the order of elements in the
+cache. Layer code changes flags in the worker's copy of the configuration, and the platform sets variables in the
+worker's environment. A worker sends its facts once, when its KV tensors are registered; the scheduler's half merges the
+facts of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ELEMENT_ORDER = f"{PREFIX}.element_order"
 def worker_facts(
     vllm_config: VllmConfig, layout: CacheLayout, kv_caches: Mapping[str, KVCache], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Facts of one rank, without its number.
+    """Facts of one rank. The rank's number is not a fact.
 
     Args:
         vllm_config: the worker's copy, after the model was built.
@@ -56,9 +57,10 @@ def worker_facts(
 
 
 def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str]) -> dict[str, str]:
-    """Merged facts of all ranks: one value where all agree, else the value of each rank.
+    """Merged facts of all ranks: one value for a fact if all ranks have the same, else the value of each rank.
 
-    A variable that all workers inherit from the engine's process is not repeated; one that no worker has is included.
+    Facts that all workers have with the value of the scheduler's process are left out. A variable of that process
+    that the workers lack is included, with the value "nothing".
 
     Args:
         ranks: facts of each rank.
@@ -79,7 +81,7 @@ def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str])
 
 
 def _of_layers(fact: str, values: Mapping[str, str]) -> str:
-    """One value if all layers agree, else the layers of each value."""
+    """The value if all layers have the same; else the names of the layers with each value."""
     if len(set(values.values())) == 1:
         return next(iter(values.values()))
     layers: dict[str, list[str]] = {}
@@ -99,13 +101,13 @@ def _scales(layer: Any) -> str:
 
 
 def element_order(cache: KVCache) -> str:
-    """Element types, and the dimensions of a kernel block in their order in memory.
+    """Element type of a layer's tensors, and the dimensions of a kernel block with their sizes, in memory order.
 
-    Backends pack tokens within a kernel block in their own ways, so the number of tokens is part of the order.
+    Backends pack tokens within a kernel block in different ways, so the number of tokens is part of the order.
     """
     if not isinstance(cache, torch.Tensor):
         return "; ".join(element_order(each) for each in cache)
-    # A dimension of size 1 has a stride, but no place in the order.
+    # A dimension of size 1 has a stride, but the stride has no effect on the order.
     inner = [dim for dim in range(1, cache.dim()) if cache.shape[dim] != 1]
     inner.sort(key=lambda dim: -cache.stride(dim))
     return f"{str(cache.dtype).removeprefix('torch.')} {','.join(f'{dim}:{cache.shape[dim]}' for dim in inner)}"
@@ -116,9 +118,11 @@ CONV_STATE_FACTS = (
     "worker.environment.VLLM_SSM_CONV_STATE_LAYOUT",
     "worker.conv_state_layout",
 )
-"""Facts about the layout of convolution states. It matters only to readers of single elements."""
+"""Facts about the layout of convolution states. HybridNixlConnector does not compare them: it describes the layout of
+each layer."""
 STATE_FACTS = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *CONV_STATE_FACTS)
-"""Facts about recurrent states. A CPU platform sets these by its instruction set for every model."""
+"""Facts about recurrent states. A CPU platform sets them for every model, and their values depend on the instruction
+set."""
 
 
 def relevant_facts(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""KV cache specs of the engine: known specs, specs that can be resumed, and specs with blocks that a chunk may cut."""
+"""KV cache specs of the engine: known specs, resumable specs, and specs with blocks that a chunk may cut."""

@@ -1,8 +1,8 @@
-"""Groups with blocks that a chunk may cut: a range of a block's tokens can be moved alone.
+"""Groups with blocks that a chunk may cut: a range of a block's tokens can be copied alone.
 
-A block must hold one token after another, each with equal bytes. That is checked twice, and a doubtful block counts as
-not divisible: by the engine's spec of a layer, in both halves of the connector, before there are tensors; and, for a
-group that chunks do cut, by the tensors and attention backends of a worker's layers.
+A block must hold one token after another, each with equal bytes. This is checked twice; a block in doubt counts as not
+divisible. The first check is by the engine's spec of each layer, in both halves of the connector, before there are
+tensors. The second check, for groups that chunks do cut, is by the tensors and attention backends of a worker's layers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.layout import CacheLayout
 
 DIVISIBLE_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""Exact classes. MLA latents may be packed, compressed or indexed by other layers; cutting those is untested."""
+"""Exact spec classes. MLA specs are missing: their entries may be packed, compressed or indexed by other layers, and
+cuts of such blocks are untested."""
 DIVISIBLE_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
-"""Attention backends that keep K and V of a token together. The CPU backend stores K in columns, and some ROCm backends
-split K."""
+"""Attention backends that keep the bytes of a token together. The CPU backend stores K in columns, and some ROCm
+backends split K."""
 
 
 def part_tokens(
     vllm_config: VllmConfig, group: KVCacheGroupSpec, page_bytes: Mapping[str, int], hash_tokens: int
 ) -> int | None:
-    """Tokens in the smallest part of the group's blocks that can be moved alone; None if only whole blocks can.
+    """Tokens in the smallest part of a block that can be copied alone; None if only whole blocks can be copied.
 
     Args:
         vllm_config: final configuration.
         group: a stored group of a known kind.
         page_bytes: page size of each layer on the worker.
-        hash_tokens: tokens in each of the engine's block hashes. Chunks are named by hashes, so none ends inside one.
+        hash_tokens: tokens in each of the engine's block hashes. No chunk ends inside these tokens, because keys are
+            made from the hashes.
     """
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
     specs = {name: per_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
@@ -50,23 +52,23 @@ def part_tokens(
 
 
 def is_divisible(spec: KVCacheSpec, page_bytes: int) -> bool:
-    """Whether a layer's page, by its spec, has equal bytes for each token and nothing else."""
+    """Whether, by its spec, a layer's page has equal bytes for each token and no other content."""
     quantized = getattr(spec, "kv_quant_mode", None)
     return (
         type(spec).__name__ in DIVISIBLE_SPECS
         and getattr(quantized, "name", quantized) in (None, "NONE")
         and getattr(spec, "tokens_per_state", 1) == 1
-        # Pages of several sizes that are packed into one block are identified by their place, padding included.
+        # If pages of several sizes are packed into one block, `page_bytes` includes padding.
         and page_bytes == compat.unpadded_page_bytes(spec)
         and page_bytes % spec.block_size == 0
     )
 
 
 def require_divisible(vllm_config: VllmConfig, layout: CacheLayout) -> None:
-    """Refuses a worker with blocks in an unknown order of tokens, if chunks cut these blocks.
+    """Refuses a worker if chunks cut blocks with an unknown order of tokens.
 
     Raises:
-        ConfigurationError: a layer's attention backend is not known to keep one token after another.
+        ConfigurationError: the attention backend of such a layer is not in `DIVISIBLE_BACKENDS`.
     """
     layers = vllm_config.compilation_config.static_forward_context
     for index in layout.spec.cut_groups:
@@ -78,7 +80,7 @@ def require_divisible(vllm_config: VllmConfig, layout: CacheLayout) -> None:
 
 
 def not_divisible(layout: CacheLayout, group_index: int, got: str) -> ConfigurationError:
-    """Error for a group with blocks that chunks cut but that cannot be cut."""
+    """Error for a group if chunks cut its blocks, but the blocks are not divisible."""
     group, chunk = layout.spec.groups[group_index], layout.spec.chunk_tokens
     return ConfigurationError(
         f"{ROOT}.chunk_tokens",

@@ -1,8 +1,9 @@
-"""Decides whether this engine may resume a prefix, and if not, why not.
+"""Decides whether this engine may resume a prefix, and gives the reason for a refusal.
 
-A store may resume only prefixes that the engine itself may resume. vLLM switches its own prefix cache off for models
-that cannot resume a prefix, and keeps no record of the reason. So "off" is refused, unless the operator sets the
-exception and no known fact contradicts it. The decision is a pure function; `gather` reads its facts from vLLM.
+A connector may resume only prefixes that the engine itself may resume. vLLM switches its own prefix cache off for
+models that cannot resume a prefix, and keeps no record of the reason. So an engine without prefix caching is refused,
+unless the operator sets the exception and no known fact contradicts it. `refusal` is a pure function; `gather` reads
+its facts from vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 EXCEPTION_KEY = "without_prefix_caching"
-"""Key of `kv_connector_extra_config` which states that prefix caching is off on purpose."""
+"""Key of `kv_connector_extra_config`: the operator states that prefix caching is off on purpose."""
 
 UNRESUMABLE_ARCHITECTURES = {
     "UnlimitedOCRForCausalLM": "its output attends only to a window of its output, so a block depends on where the "
@@ -44,7 +45,7 @@ BATCH_INVARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
 
 
 class RefusalReason(enum.Enum):
-    """Why no prefix may be resumed."""
+    """Reason why no prefix may be resumed."""
 
     SPEC = "a spec that cannot be resumed"
     UNKNOWN = "a spec, or a field of one, that hybridkv does not know"
@@ -63,7 +64,7 @@ class RefusalReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResumeRefusal:
-    """A refusal: the parts of a `ConfigurationError`, and the reason for tests and counters."""
+    """Refusal of an engine: the fields of a `ConfigurationError`, and the reason as a value."""
 
     reason: RefusalReason
     path: str
@@ -77,8 +78,8 @@ class Switches:
     """Switches of the engine in its final configuration.
 
     Args:
-        prefix_caching: the engine resumes prefixes itself.
-        chunked_prefill: it may compute a prompt in pieces.
+        prefix_caching: the engine itself resumes prefixes.
+        chunked_prefill: the engine may compute a prompt in several chunks.
         batch_invariant: answers must not depend on other requests in the batch.
         is_excepted: the operator states that prefix caching is off on purpose.
     """
@@ -97,8 +98,8 @@ class Machine:
         device: "cpu" or another device type.
         architecture: CPU architecture, as vLLM names it.
         has_amx: the CPU has AMX tiles, and the operating system permits their use.
-        requested_backend: attention backend that the operator named, or "".
-        backends: attention backends of this process' layers.
+        requested_backend: attention backend in the operator's settings, or "".
+        backends: attention backends of the layers in this process.
     """
 
     device: str = "cpu"
@@ -113,13 +114,13 @@ class Model:
     """Properties of the model.
 
     Args:
-        architectures: its classes.
-        model_type: type in its configuration.
-        is_encoder_decoder: it has a decoder beside an encoder.
-        is_encoder_only: this instance runs the multimodal encoder alone.
-        is_diffusion: it denoises a canvas of tokens.
-        is_unfit_pooling: it pools in a way for which vLLM does not support prefix caching.
-        uses_mla: it uses latent attention.
+        architectures: class names of the model.
+        model_type: `model_type` in the model's configuration.
+        is_encoder_decoder: the model has an encoder and a decoder.
+        is_encoder_only: this instance runs only the multimodal encoder.
+        is_diffusion: the model rewrites tokens until they are final.
+        is_unfit_pooling: the model pools in a way for which vLLM does not support prefix caching.
+        uses_mla: the model uses latent attention.
     """
 
     architectures: tuple[str, ...] = ()
@@ -136,10 +137,10 @@ class Group:
     """A KV cache group.
 
     Args:
-        is_cacheable: the engine's own prefix cache may hold it.
-        is_drafter: it has a drafter's layers.
-        flags: fields with other values than the defaults.
-        specs: specs of its layers, each once.
+        is_cacheable: the engine's own prefix cache may hold the group.
+        is_drafter: the group has a drafter's layers.
+        flags: fields with other values than the defaults, and fields without a default.
+        specs: spec of the group, and specs of its layers if they differ.
     """
 
     is_cacheable: bool
@@ -150,7 +151,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ResumeFacts:
-    """All facts on which the decision depends."""
+    """All facts on which the refusal depends."""
 
     switches: Switches
     machine: Machine
@@ -159,9 +160,9 @@ class ResumeFacts:
 
 
 def refusal(facts: ResumeFacts) -> ResumeRefusal | None:
-    """Why no prefix may be resumed here; None if prefixes may be resumed.
+    """Refusal of an engine with these facts; None if prefixes may be resumed.
 
-    The most specific reason comes first: a spec before a switch.
+    Of several reasons, returns the most specific one: a spec before a switch.
     """
     return next(_refusals(facts), None)
 
@@ -255,11 +256,11 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
 
 
 def _amx_runs_mla(facts: ResumeFacts) -> bool:
-    """The conditions under which vLLM's CPU platform lets latent attention resume."""
+    """Whether vLLM's CPU platform can resume prefixes with latent attention."""
     machine = facts.machine
     if machine.architecture != "X86" or not machine.has_amx:
         return False
-    # DeepSeek-V4 has kernels of its own, whatever backend is set.
+    # DeepSeek-V4 has its own kernels, with any backend.
     return machine.requested_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
 
 
@@ -295,7 +296,7 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
     """Refuses an engine that may not resume prefixes.
 
     Raises:
-        ConfigurationError: names the reason.
+        ConfigurationError: no prefix may be resumed; the text has the reason.
     """
     found = refusal(gather(vllm_config, kv_cache_config, is_excepted=is_excepted))
     if found is not None:
@@ -305,9 +306,14 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
 def warn_other_connectors(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]
 ) -> ResumeRefusal | None:
-    """Warns of connectors beside hybridkv's own that could restore a prefix although none may be resumed.
+    """Warns if no prefix may be resumed, but connectors of other projects could restore one. Returns the refusal.
 
-    They are not refused: some fetch a whole prompt from the engine that has just computed it, which is safe.
+    Such connectors are not refused: some fetch a whole prompt from the engine that has just computed it, which is safe.
+
+    Args:
+        vllm_config: final configuration.
+        kv_cache_config: the engine's KV cache.
+        others: names of the connectors of other projects.
     """
     found = refusal(gather(vllm_config, kv_cache_config, is_excepted=False)) if others else None
     if found is not None:
@@ -322,7 +328,7 @@ def warn_other_connectors(
 
 
 def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> ResumeFacts:
-    """Facts of this process at this time."""
+    """Facts of this process now. Only a worker's process has layers and their attention backends."""
     cacheable = compat.cacheable_group_ids(kv_cache_config)
     return ResumeFacts(
         Switches(

@@ -1,7 +1,7 @@
 """Table of vLLM's KV cache specs, with the field values under which a stored prefix can be resumed.
 
-It has one entry for each spec class of vLLM 0.30 to 0.33 and one for each field, derived from the engine's source. It
-contains names only and imports no engine. `layout.py` defines the content of a group of each spec.
+The table has one entry for each spec class of vLLM 0.30 to 0.33 and one for each field of a class, from the engine's
+source. It contains only names and imports no engine. `layout.py` defines the content of a group of each spec.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _never(value: object) -> bool:
 
 
 def _named(*names: str) -> Callable[[object], bool]:
-    """Accepts enumeration members or plain values by name, as later versions may add more."""
+    """Accepts enumeration members and texts by name. Other values, which later versions may add, are refused."""
     return lambda value: (value.name if isinstance(value, enum.Enum) else value) in names
 
 
@@ -34,10 +34,10 @@ class Flag:
     """A known field of a spec.
 
     Args:
-        why: why the field is harmless, or not.
-        accepts: values beside the default with which a prefix can be resumed.
-        unfit_default: the default, if a prefix cannot be resumed with it.
-        hint: what an operator can do about a refused value; "" if nothing but to run without hybridkv.
+        why: reason why the field's values are accepted or refused.
+        accepts: whether a prefix can be resumed with a value other than the default.
+        unfit_default: the default, if no prefix can be resumed with the default; else "".
+        hint: next step for the operator after a refusal; "": start without hybridkv.
     """
 
     why: str
@@ -47,7 +47,8 @@ class Flag:
 
     @property
     def lists_values(self) -> bool:
-        """Whether `why` describes the accepted values, so that other values are unknown."""
+        """Whether only some values are accepted. Then other values are unknown, and `why` describes the accepted
+        values."""
         return self.accepts not in (_any, _never)
 
 
@@ -56,10 +57,10 @@ class SpecClass:
     """A known spec class.
 
     Args:
-        parent: class from which it inherits fields.
-        flags: its own fields.
-        refused: why no group of it can be resumed; "" if groups of it can.
-        needs_scratch: it is accepted only in groups that are not prefix-cacheable.
+        parent: known class from which this class inherits fields.
+        flags: own fields of the class.
+        refused: reason why no group of this class can be resumed; "" if groups can.
+        needs_scratch: the class is accepted only in groups that are not prefix-cacheable.
     """
 
     parent: str | None = None
@@ -79,8 +80,8 @@ _REPLAY = Flag(
     hint="start with --no-swa-bounded-replay",
 )
 _DRAFT = Flag(
-    # The one model that sets it projects each position's keys and values from the target's hidden state at that
-    # position. Only the block of drafts attends in both directions, beyond the accepted tokens, and it is rewritten.
+    # Only one model sets this field. Its drafter makes the keys and values of a position from the target's hidden state
+    # at the same position. Only the drafts after the accepted tokens attend in both directions, and they are rewritten.
     "a drafter's layers attend in both directions among the drafts, which are never stored; outside a drafter's group "
     "the meaning is unknown",
     hint="start without disable_eagle_block_drop, if it is set; else without hybridkv",
@@ -227,7 +228,7 @@ GROUP_FLAGS: Mapping[str, Flag] = {
 
 
 def known_flags(name: str) -> dict[str, Flag]:
-    """Fields of a known class, with those of its parents; its own come first."""
+    """Fields of a known class and of its parents. An own field replaces a parent's field of the same name."""
     spec: SpecClass | None = KNOWN[name]
     flags: dict[str, Flag] = {}
     while spec is not None:
@@ -258,13 +259,13 @@ class SpecFacts:
 
 @dataclass(frozen=True, slots=True)
 class SpecProblem:
-    """Why a spec is refused.
+    """Reason why a spec is refused.
 
     Args:
         expected: accepted values.
-        got: the value found.
-        hint: what to do.
-        is_known: the value is known not to work; otherwise it is unknown.
+        got: value that was found.
+        hint: next step for the operator.
+        is_known: True if the value is known not to work; False if hybridkv does not know the value.
     """
 
     expected: str
@@ -285,7 +286,8 @@ def changed_fields(value: Any) -> tuple[tuple[str, object], ...]:
 
 
 def describe(spec: Any, layers: tuple[str, ...]) -> SpecFacts:
-    """Facts of a spec of the engine. A class from another module does not count as vLLM's class of the same name."""
+    """Facts of a spec of the engine. A class outside vLLM's module gets a name with its module, so the table does not
+    have it."""
     cls = type(spec)
     name = cls.__name__ if cls.__module__ == _HOME else f"{cls.__module__}.{cls.__name__}"
     return SpecFacts(name, layers, changed_fields(spec))
@@ -297,7 +299,7 @@ def accepted_classes() -> list[str]:
 
 
 def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> SpecProblem | None:
-    """Why a prefix cannot be resumed from a group of this spec; None if it can."""
+    """Reason why no prefix can be resumed from a group of this spec; None if prefixes can be resumed."""
     known = KNOWN.get(spec.name)
     where = f"{spec.name} (layers {', '.join(spec.layers[:2])}, ...)"
     if known is None:
@@ -325,7 +327,7 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Sp
 
 
 def flag_problem(owner: str, name: str, value: object, flags: Mapping[str, Flag]) -> SpecProblem | None:
-    """Why a field with this non-default value is refused; None if it is accepted."""
+    """Reason why a field with this non-default value is refused; None if the value is accepted."""
     shown = str(getattr(value, "name", value))
     flag = flags.get(name)
     if flag is None:

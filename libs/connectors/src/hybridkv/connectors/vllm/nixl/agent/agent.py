@@ -1,4 +1,4 @@
-"""Agent: the thread of a rank that talks to peers. It handles all calls of the engine and all messages in turn.
+"""Agent: the thread of a rank for its peers. This thread handles plans of the engine and messages one after another.
 
 So reads and leases need no lock, and a slow peer cannot delay the engine.
 """
@@ -33,7 +33,7 @@ MESSAGE_OVERHEAD_BYTES = 512
 
 
 class Backlog:
-    """Bytes of messages that wait for the agent's thread, by connection, with a limit. Thread-safe."""
+    """Bytes of messages that wait for the agent's thread, by connection, with limits. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,12 +94,12 @@ class Agent:
     """Agent thread of a rank.
 
     Args:
-        loop: control connections. The agent closes it.
-        transport: moves bytes; all memory is registered. The agent closes it.
+        loop: control connections. The agent closes the loop.
+        transport: moves bytes; all memory is registered. The agent closes the transport.
         memory: registered memory.
         server_options: options of the server for consumers.
         options: options of reads.
-        metrics: metrics.
+        metrics: counters of this half.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Agent:
         self._begin()
 
     def listen(self, host: str, port: int) -> int:
-        """Listens for consumers. Returns the port. OSError if the address cannot be bound."""
+        """Listens for consumers. Returns the port. Raises `OSError` if the address cannot be bound."""
         return self._loop.listen(host, port, self._handlers(self._on_consumer_message))[1]
 
     def submit(self, plan: NixlStepPlan) -> None:
@@ -154,7 +154,7 @@ class Agent:
         return results
 
     def close(self) -> bool:
-        """Stops everything. False if something did not stop in time; then the memory must stay mapped."""
+        """Stops all threads and transfers. Returns False if one did not stop in time: keep the memory mapped then."""
         self._inbox.put(self._begin_closing)
         has_stopped = self._join()
         has_stopped = self._loop.close(CLOSE_S) and has_stopped
@@ -168,7 +168,7 @@ class Agent:
         self._thread.submit(self._run)
 
     def _join(self) -> bool:
-        """Waits for the last turn. False if it does not end in time."""
+        """Waits for the last turn. Returns False if the turn does not end in time."""
         self._thread.close()
         return self._thread.has_ended(CLOSE_S)
 
@@ -185,8 +185,8 @@ class Agent:
             self._try(part)
 
     def _try(self, part: Callable[[], None]) -> None:
-        """Calls a part and logs its exception, so that the other parts still run. Without them, requests would never
-        end."""
+        """Calls a part and logs its exception, so that the other parts still run. Without these parts, requests would
+        never end."""
         try:
             part()
         except Exception:
@@ -277,7 +277,7 @@ class Agent:
         try:
             received(link, message)
         except Exception:
-            # The message was valid but only partly handled, so the peer may assume another state than this side has.
+            # The message was valid but only partly handled, so the two sides may have different states.
             self._loop.end(link, CloseReason.HANDLER)
             raise
 

@@ -1,4 +1,4 @@
-"""Connections of a consumer's rank to producers' ranks, one each. Both sides exchange descriptions before a read."""
+"""Connections of a consumer's rank, one per rank of a producer. Both sides exchange descriptions before a read."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class ProducerConnection:
 
 
 class ControlChannel:
-    """Functions of the control connections, and `wake`, with which other threads wake the agent's thread.
+    """Functions of the control connections, and `wake`, which other threads call to wake the agent's thread.
 
-    `agent.py` implements them with `hybridkv.peers.control`.
+    `agent.py` implements these functions with `hybridkv.peers.control`.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class ControlChannel:
 
 
 class ProducerConnections:
-    """Connections by address. Call it from one thread.
+    """Connections by address. One thread calls all methods.
 
     Args:
         ours: description of this rank.
         transport: attaches producers' memory.
         control: control connections.
-        max_links: most connections at the same time. A further one replaces an unused one.
+        max_links: maximum connections at the same time. A further connection replaces an unused connection.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class ProducerConnections:
         self._fresh: set[LinkId] = set()
         """Connections that were requested in this turn, so their users may not be in `in_use` yet."""
         self.in_use: Callable[[], set[LinkId]] = set
-        """Connections of running reads and of leases."""
+        """Returns the connections of running reads and of leases."""
 
     def links_to(self, num_ranks: int) -> tuple[RankLink, ...] | None:
-        """Links to the ranks of a producer of this size: reads and `Done`. None if the sizes are incompatible."""
+        """Links to the ranks of a producer, for reads and `LeaseDone`. None if the sizes are incompatible."""
         if num_ranks not in self._links:
             ours = self._ours
             self._links[num_ranks] = rank_links(ours.total_heads, ours.tp_size, ours.rank, num_ranks)
         return self._links[num_ranks]
 
     def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
-        """Like `links_to`. If the sizes are incompatible: the ranks to which this rank only sends `Done`."""
+        """Like `links_to`. If the sizes are incompatible: links to ranks to which this rank only sends `LeaseDone`."""
         return self.links_to(num_ranks) or release_links(self._ours.tp_size, self._ours.rank, num_ranks)
 
     def explain_no_links(self, num_ranks: int) -> str:
@@ -127,7 +127,7 @@ class ProducerConnections:
         return f"tp_size: ours is {ours}, theirs is {num_ranks}, and heads cannot be split to fit both{whole}"
 
     def get(self, host: str, rank: RankAddress) -> ProducerConnection:
-        """Connection to a rank. Connects if there is none."""
+        """Returns the connection to a rank. Connects if there is no connection."""
         address = (host, rank.port, rank.name)
         peer = self._by_address.pop(address, None)
         if peer is None:
@@ -139,13 +139,13 @@ class ProducerConnections:
         return peer
 
     def end_turn(self) -> None:
-        """Ends a turn: connections requested in it are in `in_use` now if they are used at all."""
+        """Ends a turn. A connection requested in this turn is in `in_use` now, or is not used."""
         self._fresh.clear()
 
     def _make_room(self) -> None:
         """Ends the least recently used open connection that is not in use, if `max_links` is reached.
 
-        If all are in use, the control connections refuse the new one with `TOO_MANY`.
+        If all connections are in use, the control loop refuses the new connection with `TOO_MANY`.
         """
         if len(self._by_link) < self._max_links:
             return
@@ -164,11 +164,11 @@ class ProducerConnections:
         peer = self._by_link.get(link)
         if peer is not None:
             peer.is_open = True
-            # No peer reads from a consumer, so it sends no capability.
+            # No peer reads from a consumer, so the capability is empty.
             self._control.send(link, Describe(self._encoded, b""))
 
     def received(self, peer: ProducerConnection, message: Message) -> bool:
-        """Handles messages that lead to READY. False if the message is another one."""
+        """Handles messages that lead to READY. Returns False for any other message."""
         if isinstance(message, Describe):
             self._described(peer, message)
         elif isinstance(message, Accepted):
@@ -197,7 +197,7 @@ class ProducerConnections:
         peer.exchange, peer.remote = Exchange(agreement), remote
 
     def sever(self, peer: ProducerConnection) -> None:
-        """Ends the connection of a transfer that does not end. After that the transfer writes no more bytes."""
+        """Ends the connection of a transfer that does not end, so that the transfer ends."""
         if peer.state is not ConnectionState.OVER:
             self._over(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
 
@@ -210,7 +210,7 @@ class ProducerConnections:
         self._forget(peer, NixlLoadFailure(_CLOSED.get(reason, "gone"), detail))
 
     def _refuse(self, peer: ProducerConnection, detail: str) -> None:
-        """Marks a rank as incompatible. The connection stays: it remembers the refusal, and it carries `Done`."""
+        """Marks a rank as incompatible. The connection stays open, to keep the refusal and to send `LeaseDone`."""
         if peer.state is not ConnectionState.OVER:
             logger.warning("peer %s at %s:%d is incompatible: %.500r", peer.address[2], *peer.address[:2], detail)
         peer.state, peer.failure = ConnectionState.OVER, NixlLoadFailure("refused", detail)

@@ -58,10 +58,10 @@ class ServerOptions:
 
     Args:
         description: description of this rank.
-        capability: transport capability with which consumers read its memory.
-        max_leases: limit of the leases at one time.
-        lease_s: how long a lease lasts without a renewal.
-        clock: seconds.
+        capability: transport capability with which consumers read this rank's memory.
+        max_leases: maximum leases at the same time.
+        lease_s: duration of a lease without a renewal.
+        clock: returns seconds.
     """
 
     description: Description
@@ -86,13 +86,13 @@ class _PendingDigests:
 
 
 class LeaseServer:
-    """Server for consumers. Call it from one thread, except `publish`.
+    """Server for consumers. One thread calls all methods except `publish`.
 
     Args:
-        options: options.
+        options: options of the server.
         memory: memory of this rank.
         control: sends messages to consumers.
-        metrics: metrics.
+        metrics: counters of this half.
     """
 
     def __init__(
@@ -108,24 +108,24 @@ class LeaseServer:
         self._opened: dict[Lease, str] = {}
         """Requests that run, or that have finished but are not yet offered, by lease."""
         self._held_before_plan: set[str] = set()
-        """Finished requests that a consumer used before `offer`."""
+        """Finished requests with a lease that a consumer used before `offer`."""
         self._ended_before_plan: set[str] = set()
-        """Finished requests that a consumer used, and with a lease that ended, before `offer`."""
+        """Finished requests with a lease that a consumer used and that ended before `offer`."""
         self._digest_thread = DigestThread(memory, control.wake)
         self._tables: dict[str, BlockTables] = {}
         """Blocks of offered requests."""
         self._exchanges: dict[LinkId, Exchange | None] = {}
-        """Agreement by connection; None until both sides have described themselves."""
+        """Agreement by connection; None until both descriptions are known and compatible."""
         self._described_links: set[LinkId] = set()
         self._pending_digests: list[_PendingDigests] = []
         self._unread_links: set[LinkId] = set()
-        """Consumers that may read and have read nothing yet."""
+        """Connections of consumers that may read, but have not yet sent `LeaseDone`."""
         self.released: set[str] = set()
         """Requests with ended leases. The agent takes them, and the engine frees their blocks."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether the agent must poll often: for digests, or for a consumer's first read.
+        """True if the agent must poll often: for digests, or for a consumer's first read.
 
         For the first read from a peer, a transport may need calls of `progress` on both sides.
         """
@@ -134,8 +134,8 @@ class LeaseServer:
     # Calls of the engine.
 
     def publish(self, lease: Lease) -> None:
-        """Writes a lease into the table, before `open`. The engine's thread calls this. That is safe, because no other
-        thread writes into a slot between two leases."""
+        """Writes a lease into the table, before `open`. The engine's thread calls this method. This is safe, because no
+        other thread writes into a slot between two leases."""
         if 0 <= lease.slot < self._options.max_leases:
             self._memory.write_slot(lease.slot, lease.nonce)
 
@@ -179,7 +179,7 @@ class LeaseServer:
         self._exchanges[link] = None
 
     def closed(self, link: LinkId) -> None:
-        """Handles the end of a connection. Leases go on, because the consumer may reconnect."""
+        """Handles the end of a connection. Leases continue, because the consumer may reconnect."""
         self._exchanges.pop(link, None)
         self._unread_links.discard(link)
         self._described_links.discard(link)
@@ -254,7 +254,7 @@ class LeaseServer:
         return sum(pending.link == link for pending in self._pending_digests)
 
     def _answer(self, pending: _PendingDigests) -> Digests | None:
-        """Reply to a request for digests. None if it must wait, for digests or for the plan that offers the blocks."""
+        """Reply to a request for digests. None if the digests or the plan that offers the blocks are not there yet."""
         number, request_id = pending.number, self._leased_request(pending.lease)
         if request_id is None:
             return Digests(number, b"", ENDED)
@@ -265,7 +265,7 @@ class LeaseServer:
         if tables is None:
             return None
         if pending.was_queue_full and self._digest_thread.is_full:
-            # Do not keep the runs for all requests, because that would take much memory. They are computed again later.
+            # Do not compute the runs before the queue has room: runs of all waiting requests would take much memory.
             return None
         runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
         if isinstance(runs, Incompatibility):
@@ -308,7 +308,7 @@ class LeaseServer:
         self._leases.close()
 
     def is_closed(self, timeout_s: float) -> bool:
-        """Waits for the digest thread. False if it still reads the engine's memory after `timeout_s`."""
+        """Waits for the digest thread. Returns False if it still reads the engine's memory after `timeout_s`."""
         return self._digest_thread.has_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:

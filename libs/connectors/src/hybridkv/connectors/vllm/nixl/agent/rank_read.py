@@ -1,6 +1,6 @@
 """Read from one rank of a producer: the transfer, then a check of the lease and of digests.
 
-It performs commands and reports events. `hybridkv.peers.reads` decides what follows.
+`RankRead` performs commands and reports events. `hybridkv.peers.reads` decides the next command.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReadTools:
         control: sends requests for digests.
         digesting: digests this rank's pages.
         numbers: unique numbers of requests for digests.
-        verify: whether to compare digests.
+        verify: True to compare digests.
     """
 
     memory: NixlRankMemory
@@ -84,12 +84,12 @@ class _DigestReplies:
 
     request: DigestRequest
     theirs: dict[int, bytes | None] = field(default_factory=dict)
-    """By number of the request, in order; None before the reply."""
+    """Replies by number of the request, in order; None before the reply."""
     failure: str = ""
 
 
 class RankRead:
-    """Read of one request from one rank of the producer. Call it from one thread.
+    """Read of one request from one rank of the producer. One thread calls all methods.
 
     Args:
         tools: objects that all reads share.
@@ -111,7 +111,7 @@ class RankRead:
         self._check: _ReadCheck | None = None
         self.num_descriptors = 0
         self.is_transport_closed = False
-        """The transport has closed the peer. Reads from it need a new connection."""
+        """The transport has closed the peer. Reads from this peer need a new connection."""
         self.detail = ""
         """Description of the failure, for logs."""
 
@@ -127,11 +127,11 @@ class RankRead:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer is running."""
+        """True if a transfer is running."""
         return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
     def poll(self, stage: ReadStage) -> Event | None:
-        """Polls for the event for which a stage waits."""
+        """Polls for the event that ends a stage. Returns None before this event."""
         match stage:
             case ReadStage.CONNECTING:
                 return self._connected()
@@ -166,7 +166,7 @@ class RankRead:
             self._requested.theirs[message.request] = message.digests
 
     def is_quiet(self) -> bool:
-        """Whether no transfer writes into this rank's memory any more. Call it until it is true."""
+        """Releases transfers. Returns True if no transfer writes into this rank's memory any more; else call again."""
         check = self._check
         if check is not None and check.transfer is not None:
             if not self._tools.transport.release(check.transfer):
@@ -187,7 +187,7 @@ class RankRead:
             return None
         theirs = peer.exchange.agreement.theirs
         if (theirs.rank, theirs.tp_size) != (self.rank, len(prompt.ranks)):
-            # A proxy's list decides which heads come from which rank, and digests would not show a wrong order.
+            # The proxy's list decides which heads are read from which rank, and digests do not show a wrong order.
             requested = f"rank {self.rank} of {len(prompt.ranks)}"
             self.detail = f"expected {requested}, but the peer is rank {theirs.rank} of {theirs.tp_size}"
             return PeerLost(self._index, ReadFailure.PAIRING)
@@ -220,7 +220,7 @@ class RankRead:
         assert check is not None
         failure = self._look_at_lease(check) or self._look_at_digests(check)
         if failure is ReadFailure.DIGEST and not check.lease_stands:
-            # Different bytes may also mean that the blocks have a new owner. The lease decides which it is.
+            # Digests also differ if the lease has ended and the blocks have other content. So check the lease first.
             failure = None
         if failure is not None or (check.lease_stands and check.digests_agree):
             return Checked(self._index, failure)
@@ -236,7 +236,7 @@ class RankRead:
         if state.reason is TransferFailureReason.CLOSED:
             self.is_transport_closed = True
             if self.peer.failure is not None:
-                # The end of the connection closed it, so report the reason of that.
+                # The transport closed the peer because the connection ended, so report the reason of that end.
                 self.detail = self.peer.failure.detail
                 return ReadFailure(self.peer.failure.reason)
         self.detail = state.detail or str(state.reason)
@@ -250,7 +250,7 @@ class RankRead:
     # The lease.
 
     def _look_at_lease(self, check: _ReadCheck) -> ReadFailure | None:
-        """Checks the lease. It is read after all bytes, so a valid lease was valid during the whole transfer."""
+        """Checks the lease. The lease is read after all bytes, so a valid lease was valid during the whole transfer."""
         if check.lease_stands:
             return None
         if check.transfer is None:
@@ -328,7 +328,7 @@ class RankRead:
         if isinstance(runs, Incompatibility):
             self.detail = str(runs)
             return ReadFailure.PAIRING
-        # None if the digest thread's queue is full: then try again, until the deadline.
+        # None if the digest thread's queue is full: then later polls try again, until the deadline.
         check.ours = self._tools.digesting.take(runs)
         check.waits = check.ours is None
         return None

@@ -1,8 +1,8 @@
-"""Read manager: a consumer's reads on one rank. `hybridkv.peers.reads` is the state machine of each.
+"""Read manager: a consumer's reads on one rank. `hybridkv.peers.reads` is the state machine of each read.
 
-A read succeeds only if each producer rank's table shows the lease after the last byte has arrived, and both sides'
-digests are equal. A read ends exactly once, and never while a byte of it may still be written, because the engine may
-then give the blocks to another request.
+A read succeeds only if the lease table of each producer rank has the lease after the last byte has arrived, and, with
+`verify`, both sides' digests are equal. A read ends exactly once, and never while a transfer may still write, because
+the engine may give the blocks to another request after the end.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ReadOptions:
 
     Args:
         bounds: time limits.
-        verify: whether to compare digests.
-        clock: seconds.
-        max_links: most connections to producers' ranks at the same time.
+        verify: True to compare digests.
+        clock: returns seconds.
+        max_links: maximum connections to producers' ranks at the same time.
     """
 
     bounds: ReadBounds
@@ -78,14 +78,14 @@ class _RequestRead:
 
 
 class ReadManager:
-    """Reads by request. Call it from one thread.
+    """Reads by request. One thread calls all methods.
 
     Args:
         memory: memory of this rank.
         peers: connections to producers.
         transport: moves bytes.
         control: sends requests for digests.
-        metrics: metrics.
+        metrics: counters of this half.
         options: options of reads.
     """
 
@@ -110,16 +110,16 @@ class ReadManager:
         self.ended: list[tuple[str, NixlLoadFailure | None]] = []
         """Ended reads: request id, and the failure or None. The agent takes them."""
         self.released_ranks: list[tuple[str, int, bool]] = []
-        """Producers' ranks that a read does not need any more: request id, rank, and whether it was read."""
+        """Producers' ranks that a read no longer needs: request id, rank, and True if the rank was read."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a read is running, so that the agent must poll often."""
+        """True if a read is running: then the agent must poll often."""
         return bool(self._reads or self._leftovers)
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer is running."""
+        """True if a transfer is running."""
         return any(rank.is_moving for read in self._reads.values() for rank in read.ranks) or bool(self._leftovers)
 
     @property
@@ -129,7 +129,7 @@ class ReadManager:
         return {rank.peer.link for rank in (*reads, *self._leftovers)}
 
     def begin(self, load: PromptLoad) -> None:
-        """Starts a read. Its end always appears in `ended`, because the engine waits for it."""
+        """Starts a read. The read always appears in `ended`, because the engine waits for its end."""
         try:
             self._begin(load)
         except Exception as error:
@@ -144,7 +144,7 @@ class ReadManager:
         elif links is None:
             self._report(load, NixlLoadFailure("refused", self._peers.explain_no_links(len(prompt.ranks))))
         else:
-            # The next tick advances it.
+            # The next tick advances the read.
             self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
 
     def _begun(self, load: PromptLoad, links: list[RankLink]) -> _RequestRead:
@@ -156,7 +156,7 @@ class ReadManager:
         return _RequestRead(load, now_s, ranks, begin((True,) * len(ranks), self._options.bounds, now_s))
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels a read of an ended request. It still appears in `ended`. False if there is no such read."""
+        """Cancels the read of an ended request. The read still appears in `ended`. False if there is no read."""
         read = self._reads.get(request_id)
         if read is None:
             return False
@@ -164,7 +164,7 @@ class ReadManager:
         return True
 
     def on_digests(self, peer: ProducerConnection, message: Digests) -> None:
-        """Takes digests from a producer. Ignores digests that were not requested from it."""
+        """Takes digests from a producer. Ignores digests that were not requested from this producer."""
         rank = self._rank_by_request.get(message.request)
         if rank is not None and rank.peer is peer:
             del self._rank_by_request[message.request]
@@ -187,7 +187,7 @@ class ReadManager:
         self._digest_thread.close()
 
     def is_closed(self, timeout_s: float) -> bool:
-        """Waits for the digest thread. False if it still reads the engine's memory after `timeout_s`."""
+        """Waits for the digest thread. Returns False if it still reads the engine's memory after `timeout_s`."""
         return self._digest_thread.has_ended(timeout_s)
 
     def _advance(self, read: _RequestRead) -> None:
@@ -195,7 +195,7 @@ class ReadManager:
             while not read.life.reported and (event := rank.poll(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
             if rank.is_transport_closed:
-                # Without this the connection would stay open, and every later read would fail.
+                # Without `sever`, the connection would stay open, and every later read would fail.
                 self._peers.sever(rank.peer)
         deadline_s = read.life.next_deadline_s
         if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:

@@ -1,9 +1,9 @@
-"""Leases at producers: a consumer's rank renews them and sends `LeaseDone` when it does not need the blocks any more.
+"""Leases at producers: a consumer's rank renews leases, and sends `LeaseDone` when it no longer needs the blocks.
 
 Each rank of the producer gets `LeaseDone` from all ranks that read from it, or from one rank if no rank reads from it.
-After a lost connection this rank reconnects, a few times and only while the lease lasts. It does not wait for an
-unreachable producer: the lease expires. Several requests may share a lease (samples of one prompt): the last one sends
-`LeaseDone`.
+After a lost connection this rank reconnects, a few times and only while the lease lasts. The rank does not wait for an
+unreachable producer: the lease expires. Several requests may share a lease (samples of one prompt): then `LeaseDone` is
+sent for the last of these requests.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybridkv.peers.wire import LeaseDone, Renew
 
 RENEWALS_PER_LEASE = 4
 MIN_RENEWAL_S = 0.05
-"""Least time between two renewals: the lease time comes from a proxy, which may send any value."""
+"""Minimum time between two renewals: the lease time comes from a proxy, which may send any value."""
 MAX_RECONNECTS, RECONNECT_S = 3, 1.0
-"""Most reconnects after a lost connection, and the longest pause between two of them."""
+"""Maximum reconnects after a lost connection, and the longest pause between two reconnects, in seconds."""
 MAX_RECONNECTED_LEASES = 1024
-"""Number of leases up to which lost connections are made again. Beyond it such leases expire."""
+"""Maximum number of leases at which lost connections are opened again. Above it, leases of lost connections expire."""
 _PERMANENT_FAILURES = ("refused", "protocol")
 """Reasons for which a new connection would fail in the same way."""
 
@@ -55,16 +55,16 @@ class _RemoteLease:
     until_s: float
     """End of the lease, counted from the last renewal that this rank sent."""
     is_read: bool | None = None
-    """After `end`: whether the blocks were read. None before."""
+    """None before `end`; then True if the blocks were read."""
 
 
 class RemoteLeases:
-    """Leases at producers, by request. Call it from one thread.
+    """Leases at producers, by request. One thread calls all methods.
 
     Args:
         peers: connections to producers.
         control: sends messages.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, peers: ProducerConnections, control: ControlChannel, clock: Callable[[], float]) -> None:
@@ -101,7 +101,7 @@ class RemoteLeases:
                 lease.holders = tuple(other for other in lease.holders if other is not holder)
 
     def end(self, request_id: str, is_read: bool) -> None:
-        """Sends `LeaseDone` to all ranks of the producer that have not got it."""
+        """Sends `LeaseDone` to all ranks of the producer that have not received it."""
         lease = self._leases.get(request_id)
         if lease is not None and lease.is_read is None:
             lease.is_read = is_read
@@ -141,7 +141,7 @@ class RemoteLeases:
             del self._leases[request_id]
 
     def _reconnect(self, lease: _RemoteLease, holder: _LeaseHolder, now_s: float) -> None:
-        """Replaces a lost connection, at intervals while the lease lasts, by one that exists or a new one."""
+        """Replaces a lost connection by an existing or a new connection, at intervals while the lease lasts."""
         if (
             not holder.is_lost
             or now_s >= lease.until_s
@@ -161,7 +161,7 @@ class RemoteLeases:
         )
 
     def _send_done(self, lease: _RemoteLease, holder: _LeaseHolder, is_read: bool) -> bool:
-        """Sends `LeaseDone` unless another request shares the lease. Returns whether there is nothing left to send."""
+        """Sends `LeaseDone` unless another request shares the lease. Returns True if there is nothing left to send."""
         if any(self._is_leased_by(other, lease, holder) for other in self._leases.values() if other is not lease):
             return True
         link = holder.link

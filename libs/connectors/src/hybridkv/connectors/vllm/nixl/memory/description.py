@@ -1,7 +1,7 @@
 """Description of a rank for its peers: the facts on which its KV bytes depend, and the layout of its memory.
 
-If `page_parts` knows where heads and tokens lie in a page, the description names them. All other pages are indivisible
-pieces: two ranks can exchange these only if their block sizes and tensor-parallel sizes are equal.
+If `page_parts` can locate heads and tokens in a page, the description lists them. All other pages are indivisible
+pieces: two ranks can exchange such pages only if their block sizes and tensor-parallel sizes are equal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 FACTS_IN_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *CONV_STATE_FACTS})
-"""Facts about the order of bytes. Engines may differ in them; a layer's description states the order if it matters."""
+"""Facts about the order of bytes. These may differ: the description of a layer states the order if needed."""
 
 
 class MemoryRegion(NamedTuple):
@@ -90,8 +90,8 @@ def identity_facts(
     kv_caches: Mapping[str, KVCache],
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Facts on which the bytes of this rank depend: those of a store, without chunks and without the order of bytes,
-    which each layer's description states.
+    """Facts on which the bytes of this rank depend: the facts of a store without chunks and without the order of bytes.
+    The description of each layer states the order of bytes.
 
     Raises:
         ConfigurationError: a value has no canonical text, or a file of the weights cannot be read.
@@ -120,7 +120,7 @@ def describe(
 
     Args:
         place: name and rank.
-        facts: facts on which its bytes depend.
+        facts: facts on which the rank's bytes depend.
         layout: groups of the model.
         kv_caches: tensors that the engine registers.
         num_blocks: blocks in the engine's pool.
@@ -162,7 +162,7 @@ def _num_items(groups: Sequence[GroupDescription]) -> int:
 
 
 def _regions(caches: CanonicalKVCaches) -> tuple[MemoryRegion, ...]:
-    """The allocations of all views, each once. Groups may share an allocation."""
+    """Allocations of all views, each allocation once. Groups may share an allocation."""
     found = {}
     for cache in caches.tensors:
         storage = cache.tensor.untyped_storage()

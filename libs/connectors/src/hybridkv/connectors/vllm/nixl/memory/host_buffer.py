@@ -1,8 +1,9 @@
 """Host buffer: a copy of the engine's KV cache in host memory, for a device with memory that peers cannot read.
 
-It has the same layout as the engine's KV cache, block for block, so peers read and write it in the same way. A producer
-copies blocks out after the prompt is computed and before it offers the request. A consumer copies blocks in after the
-read is checked and before it reports the load. The engine's thread waits for both copies.
+The buffer has the same layout as the engine's KV cache, block for block, so transfers use both in the same way. A
+producer copies blocks from the device after the prompt is computed and before the request is offered. A consumer copies
+blocks to the device after the read is checked and before the load is reported. The engine's thread waits for both
+copies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.compat import BlockTables
 
 COPY_BYTES = 64 << 20
-"""Most device memory for one copy, but at least one block."""
+"""Maximum device memory for one copy, in bytes; at least one block is copied."""
 NULL_BLOCK = 0
 
 BlockIds = Sequence[Sequence[int]]
@@ -36,7 +37,7 @@ BlockIds = Sequence[Sequence[int]]
 
 
 def needs_host_buffer(vllm_config: VllmConfig) -> bool:
-    """Whether peers must read and write a copy in host memory: true unless the engine runs on a CPU.
+    """True if transfers must use a copy in host memory: always, unless the engine runs on a CPU.
 
     Raises:
         ConfigurationError: the engine runs on a device, and `kv_buffer_device` is not "cpu".
@@ -52,7 +53,7 @@ def needs_host_buffer(vllm_config: VllmConfig) -> bool:
 
 
 class HostBuffer:
-    """Host memory of the size of the engine's KV cache, and copies between both.
+    """Host memory of the size of the engine's KV cache, with copies in both directions.
 
     Args:
         kv_caches: tensors that the engine registers.
@@ -131,7 +132,7 @@ def _mirrored_tensor(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) ->
 
 
 class HostCopyTracker:
-    """Number of tokens in the host buffer, by request that may be handed over.
+    """Number of tokens in the host buffer for each request that may be handed over.
 
     Args:
         groups: groups of the model.
@@ -147,19 +148,19 @@ class HostCopyTracker:
         self._requests[request.request_id] = request
 
     def end(self, request: Request) -> int:
-        """Stops to track a request that has ended. Returns the number of its tokens in the host buffer."""
+        """Stops tracking an ended request. Returns the number of its tokens in the host buffer."""
         if self._requests.pop(request.request_id, None) is None:
             return 0
         return self._saved_tokens.pop(request.request_id, 0)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """Forgets the tokens of preempted requests, which have lost their blocks. New blocks may hold another request's
-        copy of the same tokens, which the host buffer does not have."""
+        """Resets the saved tokens of preempted requests, which have lost their blocks. A request may later get another
+        request's blocks with the same tokens, and the host buffer does not have these blocks."""
         for request_id in request_ids:
             self._saved_tokens.pop(request_id, None)
 
     def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[HostCopy]:
-        """Copies to make after this step: those of requests with a complete prompt.
+        """Copies to make after this step, for requests with a complete prompt.
 
         Args:
             scheduled_tokens: number of tokens by request of this step.
@@ -172,14 +173,14 @@ class HostCopyTracker:
             if count is None or before + count < request.num_prompt_tokens:
                 continue
             saved = self._saved_tokens.get(name, 0)
-            # Fewer tokens than were saved: the request started again, with other blocks.
+            # If fewer tokens are computed than saved, the request has started again, with other blocks.
             kept = saved if saved <= before else 0
             plans.append(HostCopy(self._blocks(tables(name), kept, before + count)))
             self._saved_tokens[name] = before + count
         return plans
 
     def _blocks(self, table: Sequence[Sequence[int]], kept: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks of each group that are handed over and that tokens from `kept` on have changed."""
+        """Blocks of each group to hand over that changed after the first `kept` tokens."""
         found = offered(self._groups, table, num_tokens)
         blocks = []
         for group, first, ids in zip(self._groups, found.first_blocks, found.block_ids, strict=True):

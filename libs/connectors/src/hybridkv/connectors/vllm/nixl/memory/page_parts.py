@@ -1,9 +1,9 @@
 """Parts of a page that a peer can address: tokens and heads if their order is known, else only the whole page.
 
-A tensor's shape is not enough to know the order. An attention backend may pack the tokens of a block in its own order,
-as the CPU backend does within a head. So only backends of `cuts.DIVISIBLE_BACKENDS` have addressable tokens, and only
-these and `HEADS_APART_BACKENDS` have addressable heads. States are arrays (`state_arrays`). Packed pages, quantised
-pages, and all untested kinds move whole.
+A tensor's shape does not show the order. An attention backend may pack the tokens of a block in its own order, as the
+CPU backend does within a head. So only backends of `cuts.DIVISIBLE_BACKENDS` have addressable tokens, and only backends
+of this set and of `HEADS_APART_BACKENDS` have addressable heads. States are arrays (`state_arrays`). Packed pages,
+quantised pages, and all untested kinds move whole.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 CHANNELS_OUTERMOST = "DS"
 FACTS_IN_ARRAYS = frozenset({"shapes", "num_heads"})
-"""Facts of a layer that its arrays state, for all ranks together."""
+"""Facts of a layer that its arrays already state, for all ranks together."""
 
 
 class StateArray(NamedTuple):
-    """Array of a recurrent state, or a part of one.
+    """Array of a recurrent state, or a part of such an array.
 
     Args:
         offset_bytes: offset in the page.
-        item_bytes: size of an item; both sides keep its bytes in the same order.
+        item_bytes: size of an item; both sides have the bytes of an item in the same order.
         heads: axis that is split over ranks: heads or channels.
-        rows: second axis of each head: steps that a convolution looks back.
+        rows: second axis of each head: steps of a convolution's state.
         total_heads: heads of all ranks; 0 if ranks do not split them in order.
     """
 
@@ -54,7 +54,7 @@ class StateArray(NamedTuple):
 
 
 def state_arrays(spec: KVCacheSpec, conv_layout: str, tp_size: int) -> tuple[StateArray, ...]:
-    """Arrays in a page of a recurrent layer, in order. Empty if they are unknown; then the page moves whole.
+    """Arrays in a page of a recurrent layer, in order. Empty if the arrays are unknown; then the page moves whole.
 
     Args:
         spec: KV cache spec of the layer.
@@ -82,16 +82,16 @@ def state_arrays(spec: KVCacheSpec, conv_layout: str, tp_size: int) -> tuple[Sta
 _DIMENSIONS = {
     "GDN_ATTN": ([2, 3],),
     "MAMBA1": ([2, 2],),
-    # Groups of channels may span ranks, which the shapes do not show. So it is not split.
+    # Groups of channels may span ranks, which the shapes do not show. So this kind is not split over ranks.
     "MAMBA2": ([2, 3],),
     "SHORT_CONV": ([2],),
     "LINEAR": ([3],),
 }
-"""Number of dimensions of each array, by kind. Layers with other arrays have an unknown order."""
+"""Number of dimensions of each array, by kind. The order of other arrays is unknown."""
 
 
 def _channels(kind: str, shapes: list[tuple[int, ...]], conv_layout: str) -> tuple[int, ...]:
-    """Channels of the convolution, in runs that ranks split separately: one each for queries, keys and values."""
+    """Channels of the convolution, in runs that ranks split separately. GDN_ATTN: queries, keys, values."""
     total = shapes[0][0] if conv_layout == CHANNELS_OUTERMOST else shapes[0][1]
     if kind != "GDN_ATTN":
         return (total,)
@@ -142,22 +142,23 @@ def state_pieces(
 
 
 HEADS_APART_BACKENDS = frozenset({"CPU_ATTN"})
-"""Attention backends that store a head's K and V of a kernel block contiguously, in an order of their own."""
+"""Attention backends that store a head's K and V of a kernel block contiguously, in the backend's own order."""
 SHARED_SPECS = frozenset({"MLAAttentionSpec"})
 """Exact spec classes with equal pages on every rank: latents, which are not split over ranks."""
 BLOCK_DIM, HEAD_DIM, TOKEN_DIM = 0, 1, page_order.TOKEN_DIM
 FACTS_IN_HEADS = frozenset({"num_kv_heads"})
-"""Facts of a layer that a piece of heads states, for all ranks together."""
+"""Facts of a layer that a piece with heads already states, for all ranks together."""
 
 
 class PageOrder(NamedTuple):
     """Order of bytes in a layer's pages, as far as the tensor does not show it.
 
     Args:
-        backend: attention backend; it names the order of packed tokens.
-        tokens_apart: tokens follow each other and have equal sizes.
-        heads_apart: in a kernel block, bytes of one head never lie between bytes of another head for the same token.
-        is_shared: all ranks have the same bytes.
+        backend: attention backend; its name stands for the order of packed tokens.
+        tokens_apart: True if tokens follow each other and have equal sizes.
+        heads_apart: True if, in a kernel block, bytes of one head never lie between bytes of another head for the same
+            token.
+        is_shared: True if all ranks have the same bytes.
         num_heads: heads on this rank.
         total_heads: heads of the model; 0 if unknown.
         block_tokens: block size in tokens.
@@ -189,7 +190,7 @@ class LayerParts(NamedTuple):
 
 
 def page_orders(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: CacheLayout) -> dict[str, PageOrder]:
-    """Page order of each layer that peers may read. Call it in a worker, which has the attention backends."""
+    """Page order of each layer that peers may read. Only a worker has the attention backends."""
     built = compat.layers(vllm_config)
     found = {}
     for group, layers in zip(kv_cache_config.kv_cache_groups, layout.layers, strict=True):
@@ -211,7 +212,7 @@ def _page_order(vllm_config: VllmConfig, spec: KVCacheSpec, backend: str, layer:
 
 
 def _total_heads(vllm_config: VllmConfig, num_heads: int) -> int:
-    """Heads of the model if this layer has its share of them, else 0. In some models layers have other head counts."""
+    """Heads of the model if this layer has its share of them, else 0: some layers have other head counts."""
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     share = head_share(total, vllm_config.parallel_config.tensor_parallel_size, 0) if total > 0 else None
     return total if share is not None and share.num_heads == num_heads else 0
@@ -225,7 +226,7 @@ def layer_parts(
     Args:
         layer: canonical layout of the layer.
         cache: tensors that the engine registers.
-        order: order of bytes in its pages.
+        order: order of bytes in the layer's pages.
         num_blocks: blocks in the engine's pool.
         locate: see `Locate`.
     """
@@ -254,7 +255,7 @@ def layer_parts(
 def _state_parts(
     layer: LayerLayout, cache: torch.Tensor, arrays: tuple[StateArray, ...], num_blocks: int, locate: Locate
 ) -> LayerParts | None:
-    """Describes the arrays of a recurrent layer. Its tensor must be pages of bytes."""
+    """Describes the arrays of a recurrent layer. None if the layer's tensor is not pages of bytes."""
     view = strides_of(cache)
     is_pages = cache.shape[BLOCK_DIM] == num_blocks and all(size == 1 for size in cache.shape[1:-1])
     if not is_pages or view.item_bytes != 1 or cache.shape[-1] < layer.page_bytes or view.strides[-1] != 1:
@@ -266,7 +267,7 @@ def _state_parts(
 
 
 def whole_format(cache: KVCache, is_state: bool) -> str:
-    """Format text of pages that move whole: all that is known of the order of their bytes."""
+    """Format text of pages that move whole: the known order of their bytes."""
     convolutions = f"; convolutions {compat.conv_state_layout()}" if is_state else ""
     return f"whole; {element_order(cache)}{convolutions}"
 
@@ -279,7 +280,7 @@ def strides_of(tensor: Any) -> Strides:
 
 
 def locator(regions: Sequence[tuple[int, int]]) -> Locate:
-    """Makes a function that maps an address to a region's number and an offset. A region is an address and a size."""
+    """Returns a function that maps an address to a region's number and an offset. A region is an address and a size."""
 
     def locate(address: int) -> tuple[int, int]:
         for number, (start, num_bytes) in enumerate(regions):

@@ -1,6 +1,7 @@
 """Registered memory of a rank: its KV cache, the table of its leases, and scratch memory to read peers' leases.
 
-A region's number is its index in `regions`. The table is always the last region but one, so peers know its number.
+A region's number is its index in `regions`. The table is always the last region but one, so peers can compute its
+number.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hybridkv.peers.digests import DigestRuns, plain_digester
 from hybridkv.tiers.threads import MAX_QUEUED, BackgroundThread, Outcome
 
 SCRATCH_SLOTS = 256
-"""Most leases that this rank reads at the same time."""
+"""Maximum leases that this rank reads at the same time."""
 
 
 class NixlRankMemory:
@@ -49,7 +50,7 @@ class NixlRankMemory:
     # To read peers' tables.
 
     def take_scratch(self) -> int | None:
-        """Takes a scratch slot, to read one lease into; None if all are in use."""
+        """Takes a scratch slot, to read one lease into this slot. None if all slots are in use."""
         if not self._free:
             return None
         place = self._free.pop()
@@ -61,7 +62,7 @@ class NixlRankMemory:
         self._free.append(place)
 
     def has_nonce(self, place: int, nonce: int) -> bool:
-        """Whether the lease that was read into a scratch slot has this nonce."""
+        """True if the lease that was read into a scratch slot has this nonce."""
         found, rest = (int(word) for word in self._scratch[place])
         return found == nonce and rest == 0
 
@@ -81,13 +82,13 @@ def _view(region: MemoryRegion) -> memoryview:
 
 
 INLINE_DIGEST_BYTES = 4 << 20
-"""Bytes that the agent's thread digests itself, in a fraction of a millisecond. More go to another thread."""
+"""Maximum bytes that the agent's thread digests itself, in a fraction of a millisecond. More go to another thread."""
 
 
 class DigestThread(BackgroundThread):
-    """Thread that digests many bytes. The calling thread digests few, which is faster than to hand them over.
+    """Thread that digests many bytes. The calling thread digests few bytes itself, because a hand-over takes longer.
 
-    Call it from one thread.
+    Call `take` from one thread.
 
     Args:
         memory: memory of this rank.
@@ -100,12 +101,12 @@ class DigestThread(BackgroundThread):
         self._wake = wake
 
     def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
-        """Starts to digest runs. None if the thread's queue is full."""
+        """Starts to digest runs. Returns None if the thread's queue is full."""
         if int(runs.num_bytes.sum()) <= INLINE_DIGEST_BYTES:
             outcome: Outcome[list[bytes]] = Outcome()
             outcome.run(lambda: self._memory.digests(runs))
             return outcome
         found = self.submit(lambda: self._memory.digests(runs))
-        # Queued after the digests, so that it runs when they are done. If the queue is full, the caller polls.
+        # `wake` is queued after the digests, so it runs when they are done. If the queue is full, the caller polls.
         self.submit(self._wake)
         return found

@@ -69,8 +69,8 @@ _FAILED_HOLDS = {LeaseFailure.TIMEOUT: HoldState.LATE, LeaseFailure.LOST: HoldSt
 
 
 MAX_POLL_S = 1.0
-"""Limit of the seconds that count as waiting between two polls, if steps ran between them: the rest is the engine's
-queue."""
+"""Maximum time between two polls that counts as a wait of the request, if steps ran between them. The rest is time in
+the engine's queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class LoadPlanner:
             stage, facts, step = self._run_action(tracked, stage, facts, step)
 
     def _note_poll(self, tracked: TrackedRequest, now_s: float) -> None:
-        """Records a poll. Takes the time in which the engine took steps without one off the waits of the request, but
-        for a second: so every wait ends."""
+        """Records a poll. If the engine took steps without a poll, only `MAX_POLL_S` of the time since the last poll
+        counts as a wait. So every wait ends."""
         polled, tracked.polled = tracked.polled, (self._num_steps, now_s)
         if polled is not None and self._num_steps > polled[0] + 1 and now_s > polled[1] + MAX_POLL_S:
             tracked.stage = life.paused(tracked.stage, now_s - polled[1] - MAX_POLL_S)
@@ -189,14 +189,14 @@ class LoadPlanner:
         )
 
     def _is_unanswered(self, tracked: TrackedRequest, generation: int) -> bool:
-        """Whether the tiers have changed since the search, but not for the lookup that the request waits for."""
+        """Whether the tiers have changed since the search, but the awaited async lookup still has no answer."""
         stage, key = tracked.stage, tracked.awaited_key
         if key is None or type(stage) is not Searched or stage.settled is None or stage.generation == generation:
             return False
         return self._stack.is_lookup_pending(key)
 
     def begin_step(self, num_scheduled_tokens: Mapping[str, int]) -> int:
-        """A step was planned. Returns its number if its time is measured, else 0."""
+        """Called when a step is planned. Returns the number of the step if its time is measured, else 0."""
         self._num_steps += 1
         self.lookups.send_again()
         self._costs.begin_step()
@@ -262,8 +262,7 @@ class LoadPlanner:
     def _first_unanswered(
         self, tracked: TrackedRequest, num_tokens: int, settled: Hit | Pending | Miss
     ) -> bytes | None:
-        """Key without an answer that keeps the request from a longer hit. None if the first chunk after the settled hit
-        has no such key."""
+        """First key with an unanswered async lookup in the chunk after the settled hit; None if there is none."""
         spec, keys = self._layout.spec, tracked.keys()
         known = tracked.computed_tokens if isinstance(settled, Miss) else settled.num_tokens
         end = (known // spec.chunk_tokens + 1) * spec.chunk_tokens
@@ -321,13 +320,13 @@ class LoadPlanner:
         self.end_wait(tracked)
 
     def end_wait(self, tracked: TrackedRequest) -> None:
-        """The request runs."""
+        """Ends the wait of a request, which runs now, and counts its time."""
         if tracked.waiting_since_s is not None:
             self._metrics.waited(max(0.0, self._clock() - tracked.waiting_since_s))
             tracked.waiting_since_s = None
 
     def loss(self, tracked: TrackedRequest) -> Loss | None:
-        """Tokens that more states or windows would have made a hit; None before an answer. Measured once per answer."""
+        """Tokens that the FULL groups hold beyond the hit; None before an answer. Measured once per answer."""
         answer, computed = life.answer_of(tracked.stage), tracked.computed_tokens
         if answer is None or isinstance(answer, Pending):
             return None

@@ -54,7 +54,7 @@ class _LoadInFlight:
     local_bytes: int = 0
     """Bytes copied from blocks of the engine, on one rank."""
     source: str = RAM
-    """Slowest tier that had a chunk of it."""
+    """Slowest tier from which a chunk of the load was promoted; host memory without a promotion."""
     failures: list[LoadFailure] = field(default_factory=list)
 
 
@@ -125,8 +125,8 @@ class LoadsInFlight:
     ) -> CopyTable:
         """Plans the copies, and pins every chunk in the primary tier.
 
-        Chunks that are copied from the engine's blocks are pinned too: they are in use, and are read from the tier if
-        the blocks cannot be used in the end.
+        Chunks that are copied from the engine's blocks are pinned too: the load reads them from the tier if the blocks
+        cannot be used after all.
         """
         wanted = self._run_keys(tracked, runs)
         slots = self._stack.pin_all(wanted)
@@ -158,7 +158,7 @@ class LoadsInFlight:
     def _require_sizes(self, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Checks the length of all chunks, and invalidates those of another length in every tier.
 
-        A remote tier may report a wrong length. Without this, the next request would find the same chunks.
+        A remote tier may report a wrong length. Without this check, the next request would find the same chunks.
 
         Raises:
             PlanError: a chunk has another length. All chunks are unpinned.
@@ -225,7 +225,7 @@ class LoadsInFlight:
             in_flight.failures += failures
 
     def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> int:
-        """A load has ended on every rank. After a failure the retry of the request loads less.
+        """Called when a load has ended on every rank. After a failure, withdraws the suspect chunks.
 
         Returns:
             Tokens that were restored; 0 after a failure.
@@ -260,10 +260,10 @@ class LoadsInFlight:
     def _suspect_keys(self, in_flight: _LoadInFlight, culprits: set[bytes]) -> Iterable[bytes]:
         """Keys to withdraw from the primary tier after a load that failed.
 
-        With `kv_load_failure_policy: fail` each further corrupt chunk would end one more request. If ranks name corrupt
-        chunks, the whole prefix up to the boundary is suspect, except chunks that every rank has verified: a shorter
-        load would read windows and states that this load did not read. If ranks name none, all chunks of the load are
-        suspect, unless no rank has read a byte.
+        If ranks name corrupt chunks, the whole prefix up to the boundary is suspect, except chunks that every rank has
+        verified: a shorter load would read windows and states that this load did not read. With
+        `kv_load_failure_policy: fail` each further corrupt chunk would end one more request. If no rank names a chunk,
+        all chunks of the load are suspect, unless no rank has read a byte.
         """
         if not culprits:
             has_read = any(failure.reason not in _NOTHING_READ for failure in in_flight.failures)
@@ -285,6 +285,6 @@ class LoadsInFlight:
         return [key for group in self._layout.spec.stored_groups for key in keys.ending_at(group, ends)]
 
     def on_request_finished(self, request_id: str) -> None:
-        """The request has ended. Its load in flight, if any, ends as usual."""
+        """Called when a request has ended. A load in flight is tracked to its end."""
         if request_id not in self._loads:
             self._admission.give_back(request_id)

@@ -1,9 +1,9 @@
 """Cached blocks of the engine that a load copies in place of chunks from a tier.
 
-An engine may hold attention blocks deeper than its deepest state. Then a load begins after that state, and the
-attention can be copied on the device, which is faster than any link and uses no host memory. Blocks are found by the
-hash with which the engine itself would find them. The tier holds the chunks too, so no reply depends on these blocks.
-They are searched after the engine has allocated the request's blocks, because allocation may reuse cached blocks.
+An engine may hold attention blocks beyond its last state. A load then begins at that state, and copies these blocks on
+the device, which is faster than any link and uses no host memory. Blocks are found by the engine's own block hashes.
+The tier holds the chunks too, so no lookup depends on these blocks. The search runs after the engine has allocated the
+request's blocks, because an allocation may evict cached blocks.
 
 Blocks with content that may not match their hash are never used: see `compat.hashes_before_computing`.
 """
@@ -34,10 +34,10 @@ class LocalBlocks:
 
     def __init__(self, layout: CacheLayout, is_wanted: bool = True) -> None:
         self._layout = layout
-        # Hashes that may collide are not trusted here.
+        # The search does not use hashes that may collide.
         self._is_on = is_wanted and layout.reuses_hashes
         self.is_wrong: Callable[[int], bool] = lambda block_id: False
-        """True for a block with other content than its hash stands for."""
+        """Returns True for a block with content that does not match its hash."""
         self._pool: BlockPool | None = None
         self._pins = BlockPins()
         self._pinned: dict[str, list[KVCacheBlock]] = {}
@@ -48,12 +48,12 @@ class LocalBlocks:
         self._pins.bind(pool)
 
     def switch_off(self) -> None:
-        """Stops the search. Copies in flight go on."""
+        """Switches the search off. Copies in flight continue."""
         self._is_on = False
 
     def find(self, tracked: TrackedRequest, runs: Sequence[TransferRun], computed_tokens: int) -> LocalCopies | None:
-        """Blocks of a load that the engine holds, or None. None for a request with an adapter, because a hash has the
-        adapter's name, not its content."""
+        """Blocks of a load that the engine holds, or None. None for a request with an adapter, because a hash covers
+        the adapter's name, not its content."""
         pool = self._pool
         if not self._is_on or pool is None or tracked.lora is not None:
             return None

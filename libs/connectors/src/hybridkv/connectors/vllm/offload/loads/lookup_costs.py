@@ -1,4 +1,4 @@
-"""Costs of a wait for async lookups, and the shortest hits that are worth one."""
+"""Costs of a wait for async lookups, and the shortest hits that are worth the wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hybridkv.tiers.stack import TierStack
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 _MANY_CHUNKS = 1024
-"""Number of chunks from which on a longer hit needs no more windows and states."""
+"""Length of a hit, in chunks. A longer hit needs no more windows and states."""
 
 
 BREAK_EVEN_S: Final = 1.0
 """Shortest time between two checks of the break-even lengths."""
 LOG_AGAIN_S: Final = 60.0
-"""Shortest time between two lines about one tier."""
+"""Shortest time between two log lines about one tier."""
 LOG_FACTOR: Final = 2.0
 """A break-even length is logged again when it has changed by more than this factor."""
 
@@ -59,14 +59,14 @@ class LookupCosts:
         """`TierStack.expected_answer` in this step."""
 
     def begin_step(self) -> None:
-        """A step was planned. Logs break-even lengths when that is due."""
+        """Called when a step is planned. Logs the break-even lengths if a check is due."""
         self._expected = None
         if self._has_async_lookups and self._prefill_speed.is_measured and self._break_even.is_due():
             for name, measured in self._stack.measured_lookups().items():
                 self._break_even.record(name, self._wait_of(*measured), self._prefill_speed.seconds_per_token)
 
     def wait(self) -> LookupWait | None:
-        """Expected cost and gain of a wait. The measured part is the same for all requests of a step."""
+        """Expected cost and gain of a wait; None if no tier accepts lookups. Measured values are read once a step."""
         timeout_s = self._stack.lookup_wait_s
         if not timeout_s:
             return None
@@ -80,8 +80,10 @@ class LookupCosts:
 
 
 class BreakEvenLog:
-    """Logs, for each tier with async lookups, the shortest hit that a request waits for. Silent until the tier has
-    answered and the prefill speed is measured. `hybridkv explain` shows the last line of each tier.
+    """Log of the break-even lengths: for each tier with async lookups, the shortest hit that a request waits for.
+
+    Logs nothing until the tier has answered and the prefill speed is known. `hybridkv explain` shows the last line of
+    each tier.
 
     Args:
         clock: time in seconds.
@@ -94,7 +96,7 @@ class BreakEvenLog:
         """Last logged length of each tier, and its time."""
 
     def is_due(self) -> bool:
-        """Whether a second has passed since the last True."""
+        """Whether a check is due: `BREAK_EVEN_S` after the last call that returned True."""
         now_s = self._clock()
         if now_s < self._due_s:
             return False
@@ -106,7 +108,7 @@ class BreakEvenLog:
 
         Args:
             tier: name of the tier.
-            wait: its measured wait.
+            wait: measured wait for the tier.
             compute_s_per_token: measured prefill time.
         """
         tokens, now_s = break_even_tokens(wait), self._clock()

@@ -1,4 +1,4 @@
-"""Async lookups of requests: sent when a request arrives, and again while it is queued and the answers have expired."""
+"""Async lookups of requests: sent when a request arrives, and again if the answers expire while it is queued."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybridkv.tiers.stack import TierStack
 
 LOOKUP_AGAIN_S = 30.5
 """Seconds after which lookups of a queued request are sent again, if their answers have expired. Peers lease found
-chunks for a minute, and these are offered for half of it."""
+chunks for a minute or more, and the chunks are offered for the first half of it."""
 CHECK_AGAIN_S = 1.0
-"""Interval, after that, of the checks whether answers of a queued request have expired."""
+"""Seconds from a check that finds no expired answer to the next check of the same request."""
 MAX_CHECKED = 64
-"""Limit of the chunks of windows and states that such a check examines: the last ones."""
+"""Maximum number of chunks of a window or recurrent group that a check examines: the last ones."""
 
 
 class LookupSender:
@@ -40,9 +40,9 @@ class LookupSender:
         chunk of each group, then the second of each, and so on. The peers in the hints of the request are looked up
         first.
 
-        A tier may accept only the first of the keys; those still cover a prefix at which all groups can resume. Windows
-        and states are looked up at every chunk, since the boundary of the resume is not known yet. Tails have many
-        keys, so only those after the last chunk are looked up, where the same request may have been stored before.
+        A tier may accept only the first keys; these still cover a prefix at which all groups can resume. Windows and
+        states are looked up at every chunk, because the boundary of the resume is not known yet. Tails have many keys,
+        so only tails after the last chunk are looked up, where the same request may have been stored before.
         """
         spec, keys = self._layout.spec, tracked.keys()
         last = last_boundary(spec, limit_tokens)
@@ -59,8 +59,8 @@ class LookupSender:
             self._stack.start_lookup(wanted, tracked.hints.peers)
 
     def are_in_flight(self, tracked: TrackedRequest, limit_tokens: int) -> bool:
-        """Whether the async lookups of the request are in flight, so that it need not send them. The lookup of the last
-        chunk is left out first where a tier accepts only some of the keys."""
+        """Whether the async lookups of the request are in flight. Checks the last chunk: a tier that accepts only some
+        of the keys leaves out the last chunk first."""
         spec = self._layout.spec
         last = last_boundary(spec, limit_tokens)
         if spec.tail_tokens is not None or last <= tracked.computed_tokens:
@@ -68,13 +68,13 @@ class LookupSender:
         return self._stack.is_lookup_pending(tracked.keys().key(spec.stored_groups[-1], last))
 
     def enqueue(self, tracked: TrackedRequest) -> None:
-        """Sends async lookups for a request that enters the engine's queue. Their answers are kept fresh until it gets
-        blocks or ends."""
+        """Sends async lookups for a request that enters the engine's queue. `send_again` renews expired answers, until
+        the request gets blocks or ends."""
         self._queued[tracked.request_id] = tracked, self._clock() + LOOKUP_AGAIN_S
         self.send(tracked, tracked.request.num_tokens)
 
     def send_again(self) -> None:
-        """Sends the lookups of one queued request again, if its answers have expired. Looks at one request a step."""
+        """Sends the lookups of one queued request again, if its answers have expired. Checks one request a step."""
         if not self._queued:
             return
         request_id, (tracked, due_s) = next(iter(self._queued.items()))
@@ -90,8 +90,8 @@ class LookupSender:
         self._queued[request_id] = tracked, due_s
 
     def _has_expired(self, tracked: TrackedRequest) -> bool:
-        """Whether a chunk that a hit may need was found before, and has expired: of each FULL group the first that no
-        tier offers, of the other groups the last ones before it."""
+        """Whether an answer has expired for a chunk that a hit may need. Checks the first chunk of each FULL group that
+        no tier offers, and the last chunks before it of the other groups."""
         spec = self._layout.spec
         first = tracked.computed_tokens // spec.chunk_tokens
         stop = last_boundary(spec, tracked.request.num_tokens) // spec.chunk_tokens
@@ -117,5 +117,5 @@ class LookupSender:
         )
 
     def leave_queue(self, request_id: str) -> None:
-        """The request got blocks, or has ended."""
+        """Removes a request that got blocks or has ended."""
         self._queued.pop(request_id, None)

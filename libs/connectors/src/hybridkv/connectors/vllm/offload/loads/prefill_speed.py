@@ -1,4 +1,4 @@
-"""Measured time in which the engine computes one token of a prompt."""
+"""Measured prefill time of one token."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Final
 FIRST_TOKENS_PER_S: Final = 10_000.0
 """Assumed speed before the first measured step."""
 MIN_REQUEST_TOKENS: Final = 16
-"""A request with fewer tokens in a step decodes."""
+"""A request with fewer tokens in a step counts as decoding."""
 MIN_STEP_TOKENS: Final = 64
 """Steps with fewer tokens of prompts are not measured: overhead would dominate."""
 NUM_STEPS: Final = 15
-"""Steps in the median. From the third on, one slow step does not change it."""
+"""Number of steps in the median. With three or more steps, one slow step hardly changes it."""
 MAX_IN_FLIGHT: Final = 8
-"""The oldest measured steps without an output are forgotten."""
+"""Maximum number of measured steps without an output. The oldest are forgotten."""
 
 
 class PrefillSpeed:
-    """Median over the last steps that computed prompts. A worker returns the number of each measured step.
+    """Median prefill time of one token, over the last measured steps. A worker returns the number of a measured step.
 
     Args:
         clock: time in seconds.
-        tokens_per_s: speed that the operator set; nothing is measured then. None measures.
+        tokens_per_s: speed that the operator set; None: the speed is measured.
     """
 
     def __init__(self, clock: Callable[[], float], tokens_per_s: float | None = None) -> None:
@@ -56,7 +56,10 @@ class PrefillSpeed:
         return self._number
 
     def on_output(self, measured_step: int) -> None:
-        """A step has ended; 0 if it was not measured. If it was planned ahead, it began at the end of the last one."""
+        """Called when a step has ended; with 0 if it was not measured.
+
+        A step that was planned ahead began at the end of the last step.
+        """
         now_s = self._clock()
         step = self._steps.pop(measured_step, None)
         if step is not None:

@@ -1,8 +1,8 @@
-"""Prefixes with the hint `keep_seconds`: their chunks are touched before a tier would evict them, within a share of
-each tier.
+"""Prefixes with the hint `keep_seconds`: touches their chunks before a tier would evict them, up to a share of each
+tier.
 
-Nothing is pinned, so a full tier may still evict kept chunks. `planner.hints` decides what may be kept. This module has
-the kept chunks and their deadlines, and finds when they are due for a touch.
+Pins nothing, so a full tier may still evict kept chunks. `planner.hints` decides which prefixes may be kept. This
+module records the kept chunks and their deadlines, and decides when to touch them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hybridkv.planner.hints import keep_in
 from hybridkv.tiers.stack import TierStack
 
 CHURN: Final = 8
-"""Kept chunks are touched again after one of this many keys of a tier has changed."""
+"""Kept chunks of a tier are touched again after 1/`CHURN` of the tier's keys have changed."""
 MAX_KEPT: Final = 65_536
-"""Limit for kept chunks. A prefix beyond it is refused and counted."""
+"""Maximum number of kept chunks. A prefix that exceeds it is refused and counted."""
 EXPIRE_EVERY_S: Final = 1.0
-"""Interval of the search for expired chunks, which reads all of them."""
+"""Shortest time between two searches for expired chunks. A search reads all kept chunks."""
 
 
 class _Kept(NamedTuple):
@@ -39,9 +39,9 @@ class Keeper:
 
     Args:
         layout: the model's groups.
-        stack: the tiers. Nothing is kept in remote ones.
-        clock: seconds.
-        metrics: counts what happens.
+        stack: the tiers. Tiers with async lookups keep nothing.
+        clock: time in seconds.
+        metrics: counts kept and refused prefixes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Keeper:
 
     @property
     def near_bytes_left(self) -> int:
-        """Bytes of host memory that are left for kept chunks."""
+        """Bytes of host memory on one rank that are left for kept chunks."""
         return max(0, int(self.keep_share * self._stack.primary_only.capacity_bytes) - self._kept_bytes[0])
 
     def _costs(self, part: Part) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class Keeper:
                 self._seen[tier] = index.generation
 
     def _from_the_end(self, tier: int) -> list[bytes]:
-        """Kept keys of a tier. Those of one prefix were added from its beginning on."""
+        """Kept keys of a tier, the end of each prefix first: a touch makes the last key the most recently used."""
         return [key for key, kept in reversed(self._kept.items()) if kept.tiers[tier]]
 
     def record(self, num_ranks: int) -> None:

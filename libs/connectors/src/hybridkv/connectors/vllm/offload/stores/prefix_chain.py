@@ -1,7 +1,7 @@
-"""Prefix of a request: which storable chunks are stored already, and what each chunk extends.
+"""Stored prefix of a request: finds the chunks that are stored already, and the keys that each chunk extends.
 
-`find_stored_prefix` does one lookup for each group instead of one for each chunk, and changes nothing in the tiers.
-After a load, or after a hit in the engine's own cache, it finds the whole of a long prefix.
+`find_stored_prefix` does one lookup for each group instead of one for each chunk, because a long prefix is stored
+already after a load, or after a hit in the engine's own cache. It changes nothing in the tiers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def find_stored_prefix(
 ) -> StoredPrefix:
     """Finds the storable chunks after `first_token` that are HIT or PENDING in the primary tier, up to the first MISS.
 
-    For a prompt that is stored for the first time it finds nothing and costs two lookups for each group.
+    A prompt that is stored for the first time costs two lookups for each group.
 
     Args:
         spec: the model's groups. RECURRENT groups are skipped, since their states are not in block tables.
         stack: the tiers.
         keys: keys of the request.
         first_token: chunks that end here or before are handled already.
-        last_token: in some group, chunks that end after it are not final.
+        last_token: chunks that end after this token are not final in every group.
         block_ids: the request's block table of every group of `spec`.
     """
     last, chunk = max(first_token, last_token), spec.chunk_tokens
@@ -63,7 +63,7 @@ def find_stored_prefix(
         if not ends:
             continue
         if not isinstance(ends, range):
-            # No known engine leaves holes. If one does, each chunk is looked up by itself.
+            # The block table has holes. No known engine leaves them. The caller looks up each chunk by itself.
             return StoredPrefix(first_token, [], [], {}, frozenset())
         group_keys = keys.between(group_index, ends[0] // chunk - 1, ends[-1] // chunk)
         num_held = stack.leading_primary(group_keys)
@@ -98,19 +98,19 @@ def extended_keys(
     before: bytes | None = None,
     trunk: bytes | None = None,
 ) -> list[Extends]:
-    """For each chunk the one before it in the path, and the one that it needs: the same, two, or none.
+    """Keys that each chunk extends: the previous chunk of the path, so that a tier evicts a path from its end; then the
+    chunk that it needs. One key if both are the same; none before the first FULL chunk.
 
-    Whole FULL chunks form the trunk: each needs the one before, where several FULL groups take turns. Any other chunk
-    needs the last FULL chunk that ends at its end, or else the trunk. The chunk before may be any; so a tier evicts a
-    path from its end.
+    Whole FULL chunks form the trunk. A chunk needs the last FULL chunk before it that ends at the same token; without
+    such a chunk, it needs the last chunk of the trunk. The previous chunk may be of any group.
 
     Args:
         spec: the model's groups.
-        parts: in `path_order`.
-        keys: of the parts.
-        known: parts that the tiers know already. No chunk is put after them.
-        before: the last chunk before `parts`, None at the beginning.
-        trunk: the last chunk of the trunk before `parts`, None at the beginning.
+        parts: chunks in `path_order`.
+        keys: keys of `parts`.
+        known: parts that the tiers have in a path already. They get no previous chunk, and are not used as one.
+        before: key of the last chunk before `parts`, None at the beginning.
+        trunk: key of the last chunk of the trunk before `parts`, None at the beginning.
     """
     if len(spec.stored_groups) == 1 and spec.full_groups and spec.tail_tokens is None:
         extends: list[Extends] = [() if trunk is None else (trunk,)]

@@ -1,7 +1,8 @@
-"""Stores of requests: plans them after each step, and commits or aborts them when all ranks are done.
+"""Stores of requests: plans them in each step, and commits or aborts them when all ranks have ended them.
 
 A source block stays pinned in the engine's pool until every rank has copied it. A key can be looked up only after every
-rank has written its part of the chunk. The tiers know what each chunk extends, and evict a chunk before those.
+rank has written its part of the chunk. Each chunk is stored with the keys that it extends: a tier evicts the chunk
+before the chunks of these keys.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 class _StoreInFlight:
     path: PrefixChain
     chunks: list[StoredChunk]
-    """In `path_order`; without the leading ones that all tiers held when the store was planned."""
+    """In `path_order`, without the leading chunks that all tiers held when the store was planned."""
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
@@ -74,22 +75,22 @@ class _StoreInFlight:
     origins: dict[Part, str] = field(default_factory=dict)
     """Origin of each stored state of the first recurrent group."""
     met_tokens: int = 0
-    """Prefix of the request that another one had stored. New states and windows up to here make it resumable."""
+    """Length of the prefix that another request had stored. New states and windows up to here make it resumable."""
 
 
 class _Path(NamedTuple):
-    """Chunks of one store and those before it that are stored already, in `path_order`."""
+    """Chunks of one store, and the stored chunks of its prefix, in `path_order`."""
 
     parts: list[Part]
     keys: list[bytes]
     num_held: int
-    """Leading chunks that all tiers hold."""
+    """Number of leading chunks that all tiers hold."""
     extends: list[Extends]
-    """Of the others."""
+    """For each of the other chunks, the keys that it extends."""
 
 
 def _add_chunks(path: PrefixChain, chunks: _Path, refused: set[Part], new: set[Part]) -> list[StoredChunk]:
-    """Adds chunks to a chain. Returns them without those that all tiers hold, in order."""
+    """Adds chunks to a chain, except refused ones. Returns those that some tier lacks, in `path_order`."""
     path.keys.update(zip(chunks.parts, chunks.keys, strict=True))
     path.drop(list(refused))
     held = chunks.num_held
@@ -105,7 +106,7 @@ class StorePlanner:
         stack: the tiers.
         adapters: checks that the files of an adapter did not change during a store.
         metrics: the connector's metrics.
-        keeper: keeps the prefixes of requests with a keep hint; None keeps none.
+        keeper: keeps the prefixes of requests with a keep hint; None: no prefix is kept.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class StorePlanner:
         spec, request = self._layout.spec, tracked.request
         hashes = tracked.prefix_hashes()
         # Only content of known tokens is final. Draft tokens may be rejected, and an asynchronous scheduler does not
-        # know the newest tokens yet.
+        # have the newest tokens yet.
         hashed = len(hashes) * self._layout.hash_block_tokens
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
@@ -176,7 +177,7 @@ class StorePlanner:
         def wanted(group_index: int, ends: Sequence[int]) -> Sequence[int]:
             if group_index in absent and ends[-1] <= searched_tokens:
                 return ends
-            # Groups without a drafter may have final chunks after `searched_tokens`. These are not looked up yet.
+            # Groups without lookahead may have final chunks after `searched_tokens`. These are not looked up yet.
             return [
                 end
                 for end in ends
@@ -188,10 +189,10 @@ class StorePlanner:
         parts, sizes = self._chunks(plan.runs, request_keys, keys)
         path = self._path(tracked, prefix, [*present, *parts], keys)
         if path.keys and (prefix.parts or present or self._stack.secondary):
-            # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them. The
-            # tiers may not know yet which chunk is before which: a load and a restart bring chunks without their order.
+            # The request reuses chunks that are stored already. They must not be evicted for the chunks that follow.
+            # A tier may lack the order of its chunks: a promotion and a restart bring chunks without extended keys.
             self._stack.touch(path.keys[::-1], [*zip(path.keys[-2::-1], strict=True), ()])
-        # A drafter's chunk is complete later than the others of its end; these are looked up again then.
+        # A drafter's chunk is complete later than the other chunks with the same end; then all are looked up again.
         tracked.stored_tokens = max(searched_tokens, tracked.stored_tokens)
         in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.adapter_version)
         copies, stored = self._reserve(in_flight, plan.runs, dict(zip(parts, sizes, strict=True)), path)
@@ -212,11 +213,11 @@ class StorePlanner:
     def _resumed_parts(
         self, tracked: TrackedRequest, parts: Sequence[Part], keys: dict[Part, bytes]
     ) -> dict[Part, None]:
-        """States and windows from which the request could have resumed in the primary tier, without those in `parts`.
-        Adds their keys to `keys`.
+        """States and windows of the longest hit in the primary tier up to the token where the request resumed, without
+        those in `parts`. Adds their keys to `keys`.
 
-        The engine's own cache may have served them, and may have resumed between two boundaries. That is a use of the
-        last boundary before it: without it the prefixes that are used most would never cascade as reused.
+        They count as used, even if the engine's own cache served the request, and even if it resumed between two
+        boundaries. Otherwise the most used prefixes would never cascade as reused.
         """
         num_tokens, tracked.resumed_tokens = tracked.resumed_tokens, 0
         spec = self._layout.spec
@@ -285,7 +286,7 @@ class StorePlanner:
     ) -> tuple[CopyTable, list[Part]]:
         """Reserves space and pins source blocks. Returns the copies and the chunks that have space.
 
-        `sizes` are those of the chunks of `runs`, in their order. They are reserved in `path_order`.
+        `sizes`: bytes of each chunk of `runs`, in the order of `runs`. Space is reserved in `path_order`.
         """
         held = path.num_held
         rest = zip(path.parts[held:], path.keys[held:], path.extends, strict=True)
@@ -306,7 +307,7 @@ class StorePlanner:
     def _drop_refused(
         self, runs: Sequence[TransferRun], parts: Sequence[Part], slots: Sequence[Slot | Refusal]
     ) -> tuple[list[TransferRun], list[Part], list[Slot | Refusal]]:
-        """The same lists without the chunks that the primary tier refused. Counts these."""
+        """The same lists without the chunks that the primary tier refused. Counts the refused chunks."""
         refused = Counter((part[0], slot) for part, slot in zip(parts, slots, strict=True) if isinstance(slot, Refusal))
         for (group_index, why), number in refused.items():
             kind = self._layout.spec.groups[group_index].kind
@@ -362,7 +363,7 @@ class StorePlanner:
                 [chunk.key for chunk in chunks if self._is_interim_state(path, chunk.part)],
             )
             for chunk, is_offered in zip(chunks, offered, strict=True):
-                # Without it the reused prefix, which goes up now, could not be resumed by the fleet.
+                # The reused prefix cascades now. Without this chunk, other engines could not resume it.
                 if is_offered and chunk.part[1] <= met_tokens and not self._is_interim_state(path, chunk.part):
                     self._stack.cascade(chunk.key, chunk.extends)
         else:
@@ -373,7 +374,7 @@ class StorePlanner:
         return Counter(zip(groups, ["stored" if each else "failed" for each in offered], strict=True))
 
     def _is_interim_state(self, path: PrefixChain, part: Part) -> bool:
-        """Whether it is a state of an answer that still grows. Secondary tiers get only the last one, at the end."""
+        """Whether a part is a state of an unfinished answer. Secondary tiers get only the last state of an answer."""
         group_index, end_token = part
         is_state = self._layout.spec.groups[group_index].kind is GroupKind.RECURRENT
         return is_state and end_token > path.prompt_tokens and not path.is_over
@@ -381,7 +382,7 @@ class StorePlanner:
     def _cascade_missing(self, path: PrefixChain) -> None:
         """Cascades the chunks of a chain that a secondary tier lacks by now.
 
-        It stops at a whole FULL chunk that cannot be cascaded, as later chunks extend it. Chunks that wait in a cascade
+        Stops at a whole FULL chunk that host memory lacks, because later chunks need it. Chunks that wait in a cascade
         queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
@@ -398,7 +399,7 @@ class StorePlanner:
                 return
 
     def on_request_finished(self, tracked: TrackedRequest) -> None:
-        """The request has ended."""
+        """Called when a request has ended: its chain is complete when its last store has ended."""
         tracked.path.is_over = True
         self._publish(tracked.path, ())
 
@@ -414,7 +415,7 @@ class StorePlanner:
 
         @functools.cache
         def holds(adapter_version: AdapterVersion | None) -> bool:
-            """One check of an adapter's files covers all stores that have ended before it."""
+            """Cached: one check of an adapter's files covers all stores of this call."""
             return self._adapters.holds(adapter_version)
 
         for store_id, ended in outcomes.items():
