@@ -37,7 +37,7 @@ class Measurement(msgspec.Struct, frozen=True):
     Args:
         kind: "cold", "own" (a hit in the engine's own cache), or "restored" (a hit in the tiers).
         seconds: times to first token, in order.
-        cached_tokens: smallest number of tokens that were not computed, as the server reports it; None without
+        cached_tokens: cached prompt tokens that the server reports, of the request with the fewest; None without
             --enable-prompt-tokens-details.
     """
 

@@ -50,7 +50,8 @@ def _diff_fields(path: str, mine: msgspec.Struct, other: msgspec.Struct) -> list
 
 
 def _diff_facts(path: str, mine: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Compare facts by name. A fact of only one side is not listed if a fact that contains it differs too."""
+    """Compare facts by name. A fact of only one side is not listed if a fact that contains it differs too. Fact `a`
+    contains `a.b` and `a[0]`."""
     differing = {name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)}
     found = []
     for name in sorted(differing):

@@ -48,8 +48,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     Args:
         kind: kind of the group; a string such as "full" is accepted.
         block_tokens: tokens in one block.
-        window_tokens: WINDOW only: number of tokens that a query attends to, itself included (plus those that the
-            engine keeps beyond them).
+        window_tokens: WINDOW only: number of tokens that a query attends to, itself included, plus the number of older
+            tokens that the engine keeps.
         align_tokens: CHUNKED only: attention does not cross a multiple of this.
         lookahead_tokens: number of tokens after a chunk that its bytes depend on. 0 except for layers of a drafter
             (EAGLE, MTP), which computes its last position from the next token.
@@ -105,9 +105,9 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: for the cached
         groups: in the engine's order; a group's index is its position here.
         chunk_tokens: a multiple of every stored group's unit. A chunk contains whole blocks of groups that cannot be
             cut, so boundaries are multiples of these blocks. It may cut blocks of other groups.
-        tail_tokens: None, or the grid of partial tails: a request can then also resume at a multiple of this inside a
-            chunk, if every group stored its part of the tail that ends there. Usually the engine's hash unit. Must
-            divide the chunk. Must be None if chunks cut blocks.
+        tail_tokens: None if no tails are stored. A tail is the first part of a chunk; its length is a multiple of this.
+            A request can also resume at the end of a tail, if every group stored its part of the tail. Usually the
+            engine's hash unit. Must divide the chunk. Must be None if chunks cut blocks.
 
     Raises:
         ValueError: the chunk does not fit the groups, the tails do not fit the chunk, or nothing would be stored.
@@ -151,9 +151,10 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: for the cached
 
     @functools.cached_property
     def alike_parts(self) -> tuple[range | None, ...]:
-        """For each group, the stored blocks of a chunk, counted from the chunk's first block.
+        """For each group, which blocks of a chunk are stored, if the answer is the same for every chunk. Block 0 is the
+        chunk's first block.
 
-        None if they can differ between chunks (CHUNKED groups, groups with cut blocks), and for SCRATCH groups.
+        None if chunks can differ (CHUNKED groups, groups with cut blocks), and for SCRATCH groups.
         """
         return tuple(
             self._alike_part(group) if i in self.stored_groups and i not in self.cut_groups else None
@@ -184,7 +185,7 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: for the cached
 
     @functools.cached_property
     def first_full(self) -> int | None:
-        """Index of the first FULL group; None without one. Without its first chunk, no request can resume."""
+        """Index of the first FULL group; None if there is none. No request can resume without its first chunk."""
         return next(iter(self.full_groups), None)
 
     @functools.cached_property

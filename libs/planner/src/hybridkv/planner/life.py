@@ -2,7 +2,8 @@
 
 Each event of a request has one function. The function takes a stage and returns the next one. A function that answers
 the engine also returns a step: a `Reply`, or an `Action`. The caller runs the action and passes its outcome to another
-function. All functions are total. No function does I/O, waits or counts; the caller does.
+function. Every function accepts every stage, and raises no error. No function does I/O, waits or counts; the caller
+does.
 
     stage, step = resume(stage, facts, bounds)
     while not isinstance(step, Reply):
@@ -12,10 +13,11 @@ First a search finds a boundary at which every group can resume. Then the chunks
 hold are promoted, and no others. Meanwhile the reply is `RetryLater`, and the request holds no blocks. Every wait has a
 deadline.
 
-With async lookups, a search finds two boundaries: settled and possible. A request sends async lookups for all chunks
-that no nearer tier holds. The request waits only while a hit up to the possible boundary is expected to save more time
-than the rest of the wait takes. So a short new prompt does not wait for a round trip, and no request waits for a tier
-that answers after the deadline.
+A request sends async lookups for all chunks that no nearer tier holds. Then a search finds two boundaries. The settled
+boundary is the end of the hit if all unanswered lookups count as misses; the possible boundary, if all find their
+chunks. The request waits only while the tokens between the two are expected to save more time than the rest of the
+wait takes. So a short new prompt does not wait for a round trip, and no request waits for a tier that answers after the
+deadline.
 """
 
 from math import inf
@@ -74,7 +76,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | A
     if type(stage) is Holding:
         stage = stage.found
     elif type(stage) is Loading:
-        # The request has its blocks already, and every load ends.
+        # The request already loads into its blocks. It waits without a deadline, because every load ends.
         return stage, RETRY_LATER
     elif type(stage) is GivenUp:
         return stage, COMPUTE
@@ -101,7 +103,8 @@ def searched(
 ) -> tuple[Stage, Reply | Action]:
     """Takes the result of the search `action`. `facts` are the same as for `resume`.
 
-    `settled` is the result if unanswered async lookups count as misses; None if that is `answer`.
+    `answer` is the result if unanswered async lookups may still find their chunks; `settled`, if they count as misses.
+    `settled` is None if both are the same.
     """
     if action.is_last and isinstance(answer, Pending):
         # The search should have counted chunks in flight as misses. So this answer causes no further wait.
@@ -115,9 +118,10 @@ def searched(
 def lookups_started(
     stage: Stage, facts: Facts, bounds: Bounds, action: StartLookups, *, is_news: bool = True
 ) -> tuple[Stage, Reply | Action]:
-    """Takes the outcome of `action`: the async lookups are sent. Searches again.
+    """Takes the outcome of `action`: the async lookups are in flight.
 
-    Does not search again if the lookups were sent before the last search (`is_news` is False).
+    Searches again if they were sent just now (`is_news`). If they were in flight before the last search, its result is
+    still valid.
     """
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
@@ -127,7 +131,8 @@ def lookups_started(
 
 
 def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
-    """True if `num_tokens` more tokens of a hit save more time than the rest of the wait plus `read_s`."""
+    """True if `num_tokens` more tokens of a hit save more time than the rest of the wait takes, plus the load of states
+    and windows (`wait.read_s`)."""
     return num_tokens * wait.saved_s_per_token > rest_s + wait.read_s
 
 
@@ -186,7 +191,8 @@ def allocated(stage: Stage, boundary: int | None) -> Stage:
     """The engine gave blocks to the request: to load up to `boundary`, or to compute (None)."""
     past = stage.past
     if past.lookup_deadline_s is not None:
-        # A later search means that the blocks were lost or the load failed: by then the answers are old.
+        # The request searches again only if it loses its blocks or the load fails. The answers are old then, so that
+        # search sends new lookups.
         past = replace(past, lookups_sent_s=None, lookup_deadline_s=None)
     return _begin(past) if boundary is None else Loading(past, boundary)
 
@@ -198,8 +204,8 @@ def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False
         stage: stage of the request. A stage other than `Loading` belongs to another request with the same
             id and is returned unchanged.
         failed: the load failed.
-        is_explained: the chunks that caused the failure are known and dropped. Otherwise the same load would fail
-            again.
+        is_explained: the chunks that caused the failure are known and dropped. If not, the same load would fail again,
+            so only loads to lower boundaries are offered.
     """
     if type(stage) is not Loading:
         return stage
@@ -284,7 +290,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
                 # All waits for tiers share one deadline.
                 found = replace(found, past=replace(past, tier_since_s=facts.now_s))
             return found, RETRY_LATER
-        # Lookups of other requests may still be in flight. This request does not wait for them.
+        # The request no longer waits. Lookups that are still in flight, also those of other requests, count as misses.
         found, answer = replace(found, answer=settled, settled=None), settled
     if type(answer) is Hit and facts.has_secondary and not found.is_in_primary and not past.only_primary:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s

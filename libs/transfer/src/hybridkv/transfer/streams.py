@@ -76,8 +76,8 @@ class CopyDevice(Protocol):
     ) -> None:
         """Enqueue all copies in the current stream of the calling thread. Their order is undefined.
 
-        The caller writes other numbers to the arrays after this returns. With `is_src_access_order_any`, sources can be
-        read immediately, even before earlier work in the stream.
+        The caller reuses the arrays after this returns, so the device must not read them later. With
+        `is_src_access_order_any`, sources can be read immediately, even before earlier work in the stream.
         """
         ...
 
@@ -114,8 +114,9 @@ class StreamCopies:
         try:
             with self.device.stream(self._stream):
                 self._stream.wait_event(fence)
-                # Only stores write host slots, and a load starts after the results of these stores. So host sources
-                # can be read in any order. Blocks of the device can change until the fence.
+                # Of all copies of the device, only stores write host memory, and a load starts after the results of
+                # these stores. So sources in host memory can be read before the fence. Sources in device memory cannot:
+                # compute may write them until the fence.
                 for is_any, part in self._by_source(runs):
                     if len(part):
                         self.device.swap_blocks_batch(*self._columns_of(part), is_src_access_order_any=is_any)

@@ -1,7 +1,8 @@
 """Ledger of keys: states (reserved, committed, deleted), pins, links between keys, eviction.
 
-Evicts only leaves: keys that no other key extends. Suppose that key B extends key A. If B is gone and no other key
-extends A, A is evicted next. Exception: if A was used in a later call than B, A becomes the most recently used key.
+A key extends at most one other key: the key of a chunk before it in the same prefix. The ledger evicts only leaves:
+keys that no other key extends. Suppose that key B extends key A. If B is gone and no other key extends A, A is evicted
+next. Exception: if A was used in a later call than B, A becomes the most recently used key.
 
 The only implementation of these rules in Python. Has no files and no addresses: a `Space` assigns places, an
 `EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
@@ -49,7 +50,7 @@ class KeyLedger(SyncLookups, Generic[E]):
     Args:
         space: assigns places.
         order: chooses the next key to evict.
-        capacity_bytes: limit of the cost of all keys.
+        capacity_bytes: limit of the cost of all keys. The cost of a key: the bytes of the capacity that it uses.
         observer: called for each step of the life of a key.
         largest_bytes: limit of the cost of one key; None: the capacity.
         max_keys: limit of the number of keys; None: no limit.
@@ -75,8 +76,9 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._extends: dict[Key, Key] = {}
         """The key that each key extends. Both are in `by_key`."""
         self._last_use: dict[Key, int] = {}
-        """Number of the last call that used each key."""
+        """For each key, the value of `_num_calls` at its last use."""
         self._num_calls = 0
+        """Number of calls that used keys (`touch`, `commit_all`, `unpin_all`)."""
         self._extended_by: dict[Key, set[Key]] = {}
         self.evictable_bytes = 0
         """Bytes of all committed and unpinned keys."""
@@ -115,8 +117,10 @@ class KeyLedger(SyncLookups, Generic[E]):
         return len(self.pinned_now)
 
     def eviction_order(self) -> list[Key]:
-        """Committed and unpinned keys, in the iteration order of the `EvictionPolicy`. Without keys that a reserved or
-        pinned key extends."""
+        """Committed and unpinned keys in the order of eviction, if the `EvictionPolicy` iterates in this order.
+
+        Leaves out the keys that a reserved or pinned key extends, directly or through other keys.
+        """
         return list(self._victims(None))
 
     def lacks(self, key: Key) -> bool:
@@ -217,7 +221,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         if kept is not None:
             if self._evictable_entry(kept) is not None:
                 self.evictable.forget(kept)
-            self._extended_by.setdefault(kept, set()).add(kept)  # stands for the new key
+            self._extended_by.setdefault(kept, set()).add(kept)  # so that `kept` is no leaf
         while len(self.evictable) and (
             self.used_bytes + cost > self.capacity_bytes or len(self.by_key) + num_keys > self._max_keys
         ):
@@ -231,7 +235,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         Args:
             key: key to reserve.
             num_bytes: size of the chunk.
-            cost: bytes of the capacity.
+            cost: bytes of the capacity that the key uses.
             extends: keys; the chunk extends the first one that the ledger holds.
         """
         entry = self._space.take(key, num_bytes, cost)
@@ -328,7 +332,8 @@ class KeyLedger(SyncLookups, Generic[E]):
         self.evictable_bytes -= entry.cost
 
     def commit(self, key: Key) -> bool:
-        """Offer a reserved key: its bytes are stored. False if the key was invalidated; then frees its space."""
+        """Make a reserved key a HIT: its bytes are stored now. If the key was invalidated meanwhile, frees its space
+        and returns False."""
         return self.commit_all((key,))[0]
 
     def _commit(self, key: Key) -> bool:

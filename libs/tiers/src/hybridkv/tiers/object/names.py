@@ -3,8 +3,8 @@
 <namespace>/p/<pack>/<rank>      chunks of one group, back to back
 <namespace>/m/<prefix>           manifest of a prefix
 <cache>/epoch                    mark of the current epoch
-<cache>/proof/<number>           short-lived: a check of the store
-<cache>/renewal/<number>         short-lived: an object that is copied onto itself
+<cache>/proof/<number>           short-lived: written to check the store's features or its clock
+<cache>/renewal/<number>         short-lived: copy of an object that is being renewed
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NAMESPACE_CONTEXT = "hybridkv 2026 epoch of a cache in an object store v1"
 _PREFIX_CONTEXT = "hybridkv 2026 prefix in an object store v1"
 _NAME_BYTES = 20
 BOUNDARY_EVERY = 8
-"""Average number of prefixes for one boundary. Each boundary on a stored path has a manifest. Equal in all engines of a
-fleet, because the name of the cache depends on it."""
+"""Average number of prefixes for one boundary, see `is_boundary`. Equal in all engines of a fleet, because the name of
+the cache depends on it."""
 
 
 def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:
@@ -57,8 +57,11 @@ def tag_of(key: Key) -> bytes:
 
 
 def is_boundary(prefix: bytes, every: int) -> bool:
-    """True if a prefix has a manifest even in the middle of a path. On average, one of `every` prefixes is a boundary.
-    Depends only on the hash, so all engines agree for any position of the prefix."""
+    """True if a stored prefix has a manifest although a longer stored prefix extends it. Prefixes without a stored
+    extension always have a manifest. On average, one of `every` prefixes is a boundary.
+
+    The result depends only on the prefix hash, so all engines get the same result.
+    """
     return int.from_bytes(prefix[-8:], "little") % every == 0
 
 
@@ -89,9 +92,9 @@ class ObjectKind(enum.StrEnum):
     MANIFEST = "manifest"
     EPOCH = "epoch"
     SHORT_LIVED = "short_lived"
-    """A check of the store, or an object that is copied onto itself."""
+    """Written to check the store, or the copy of an object that is being renewed."""
     TEMPORARY = "temporary"
-    """An unfinished file of a directory."""
+    """Unfinished file of a store in a directory."""
     OTHER = "other"
     """Not an object of hybridkv."""
 
@@ -101,7 +104,8 @@ class ParsedName(NamedTuple):
 
     Args:
         kind: kind of the object.
-        owner: namespace of a pack or a manifest, cache of other objects; empty for OTHER.
+        owner: first part of the name: the namespace for packs and manifests, the cache for epoch marks and short-lived
+            objects; empty for OTHER.
         pack: name of a pack without the rank, else empty.
     """
 

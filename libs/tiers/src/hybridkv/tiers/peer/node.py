@@ -1,12 +1,13 @@
 """Node: the connections of one process to its peers. The node listens, keeps a connection to each listed peer, connects
-to hinted peers when they are needed, and passes messages to callbacks.
+to hinted peers when they are needed, and passes messages to callbacks. Listed peers are in the configuration; hinted
+peers are named by a hint of a request.
 
 On every connection, both sides first send a description. Other messages follow only if protocol version, rank and
 fingerprint are equal. The node retries an unreachable or incompatible peer later, in a call of `ready` or `reach`; no
 call waits for a connection. Callbacks run on the loop's thread.
 
 The number of hinted peers is limited. A new hinted peer replaces a peer that is not ready, or else the least recently
-used peer. The node never replaces a peer with a waiting request, or a peer that the caller reports as in use.
+used peer. A peer is never replaced while a request waits for it, or while the caller reports it as in use.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ logger = logging.getLogger(__name__)
 INCOMPATIBLE_RETRY_FACTOR = 60
 """Factor on `retry_s` for an incompatible peer. The node retries, because the peer may restart with other settings."""
 SELF = "is this engine itself: skipped"
+"""Logged if a connection leads back to this process."""
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
 MAX_HINTED_LINES = 64
-"""Limit of logged lines about hinted peers, because clients choose their addresses."""
+"""Limit of logged lines about hinted peers. Clients choose the addresses of these peers, so they could fill the log."""
 
 
 class IncomingHandler(Protocol):
@@ -88,6 +90,7 @@ class _Peer:
     link: LinkId | None = None
     is_ready: bool = False
     retry_s: float = 0.0
+    """Time before which no new connection is attempted."""
     is_incompatible: bool = False
     last_logged: str = ""
     """Last logged reason."""

@@ -36,7 +36,7 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MIS
 
 
 class LookupClient(Protocol):
-    """Sends lookups and receives answers. No call waits."""
+    """Sends lookups and receives answers. Each tier adds its own methods, which send. No call but `close` waits."""
 
     @property
     def events(self) -> deque[Any]:
@@ -63,7 +63,8 @@ class RemoteEntry(Entry, Generic[P]):
 
 
 class _RemoteSpace(Generic[P]):
-    """`Space` of a remote index, without a limit. `next` is the place of the next chunk."""
+    """`Space` of the index's ledger, without a limit. Before the ledger takes a chunk, the index sets `next` to the
+    place of this chunk."""
 
     def __init__(self) -> None:
         self.next: P
@@ -138,7 +139,8 @@ class RemoteIndex(Generic[P]):
         raise NotImplementedError
 
     def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> P | Refusal:
-        """Place for a chunk to store, or the reason why the chunk cannot be stored. `extends` is as for `reserve`."""
+        """Place for a chunk to store, or the reason why the chunk cannot be stored. `extends`: keys of preceding
+        chunks."""
         raise NotImplementedError
 
     def _on_forgotten(self, places: Mapping[Key, P]) -> None:
@@ -204,7 +206,8 @@ class RemoteIndex(Generic[P]):
             self._expire_entries(now_s)
 
     def _add_found(self, number: int, places: Mapping[Key, P], until_s: float, answered_s: float) -> Mapping[Key, P]:
-        """Offer found chunks. The keys must be open in this lookup. Returns the chunks for which there was room."""
+        """Offer found chunks. Their keys must be open: this lookup still waits for their answers. Returns the chunks
+        for which there was room."""
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(self._tracker.open_keys(number), places)
         if places:

@@ -41,7 +41,8 @@ class KernelCopies:
 
 
 class CudaCopyEngine(GpuCopyEngine):
-    """A `CopyEngine` between GPU memory and pinned host memory, on its own streams and two threads. No digests.
+    """A `CopyEngine` between GPU memory and pinned host memory, on its own streams and two threads. Computes no digests
+    of the copied bytes.
 
     `device` must not be shared with another engine. `register` raises `CopyEngineError` for memory that the GPU cannot
     access. If a CUDA call fails, its job fails with the name of the call.

@@ -27,8 +27,8 @@ class RequestKeys:
     chunks. Chunks are numbered from 0.
 
     Args:
-        spec: the model's groups; `keys` covers the stored ones, in order.
-        keys: derives keys that are not cached.
+        spec: groups of the model.
+        keys: derives keys that are not cached. Its groups are the stored groups of `spec`, in the same order.
     """
 
     __slots__ = ("_cached", "_groups", "_hashes", "_keys", "_seen", "boundary_tokens", "chunk_tokens")
@@ -39,7 +39,7 @@ class RequestKeys:
         self._groups = spec.stored_groups
         self._hashes: Sequence[bytes] = ()
         self._seen: tuple[int, bytes] = (0, b"")
-        """Number of hashes at the last call, and the last hash, which depends on all earlier hashes."""
+        """Number of hashes in the last call of `follow`, and the last hash, which depends on all earlier hashes."""
         self._cached: dict[int, tuple[int, list[bytes]]] = {}
         """For each group: the first chunk of its cached run, and the keys."""
 
@@ -62,7 +62,8 @@ class RequestKeys:
         return first, first + len(keys)
 
     def key(self, group_index: int, end_token: int) -> bytes:
-        """Key of the chunk or tail that ends at `end_token`. The call does not change the cache.
+        """Key of the chunk, or of the tail (the first part of a chunk), that ends at `end_token`. Does not change the
+        cached run.
 
         Raises:
             ValueError: the prefix up to `end_token` is not hashed yet.

@@ -53,16 +53,17 @@ class StepPlan(KVConnectorMetadata):
     """Moves between tiers."""
     namespace: bytes = b""
     """Namespace of the secondary tiers, in the first plan and in plans with moves. A worker cannot compute it, because
-    workers describe layers differently."""
+    workers and the scheduler describe the model's layers differently."""
     is_idle: bool = False
     """True if the step computes nothing. Then a wait for a load delays no other request."""
     measured_step: int = 0
-    """Number of a step that the scheduler measures; 0 for other steps. `StepOutcome.measured_step` returns it."""
+    """Number of this step if the scheduler measures its duration, to learn the prefill speed; else 0. The workers
+    return it in `StepOutcome.measured_step`."""
 
 
 @dataclass(slots=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """Facts of one rank about its stored bytes that only the rank has. Sent once, before the engine serves."""
+    """Facts that only this rank has, and on which its stored bytes depend. Sent once, before the engine serves."""
 
     facts: dict[str, str]
 

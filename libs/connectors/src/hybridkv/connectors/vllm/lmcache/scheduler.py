@@ -51,7 +51,7 @@ class LMCacheScheduler:
 
     Args:
         layout: layout of the engine's groups.
-        identity: identity of the content.
+        identity: namespace and keys of the stored content.
         payload_bytes: page size of each stored group, in bytes.
         trackers: trackers of loads and stores.
         kv_role: whether the connector stores, loads, or does both.
@@ -81,6 +81,7 @@ class LMCacheScheduler:
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
         self._wrong = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        """Corrupt blocks of the engine, and the requests that use them."""
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
@@ -111,6 +112,7 @@ class LMCacheScheduler:
         return tracked
 
     def _loads(self, request: Request) -> bool:
+        """True if the request may load."""
         return self._kv_role.loads and not compat.skips_prefix_cache(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
@@ -232,7 +234,7 @@ class LMCacheScheduler:
     def reset(self) -> bool:
         """Replaces the keys, so that this engine finds no chunk that was stored before. Deletes nothing at the server.
 
-        New keys are unique to this process, because its weights may differ from any file.
+        The new keys are unique to this process, because the engine may now have weights that are in no file.
         """
         self._requests.begin_anew(self._identity.begin_anew())
         for tracked in self._requests.all():

@@ -1,12 +1,14 @@
-"""HybridNixlConnector: implements vLLM's connector interface and forwards each call to the half of this process.
+"""HybridNixlConnector: implements vLLM's connector interface.
 
-The connector decides nothing: `scheduler.py` decides about hand-overs and reads, and `worker.py` moves bytes. Methods
-of the interface that are not here keep the base class's default.
+Each process has one half of the connector: the scheduler's or the worker's. The connector forwards each call to this
+half and decides nothing: `scheduler.py` decides about hand-overs and reads, and `worker.py` moves bytes. Methods of the
+interface that are not here keep the base class's default.
 
 `supports_divergent_local_hybrid_hits` stays False. If it were True, the engine would report the attention groups'
-longer hit and expect the recurrent groups' state from the peer. The gain is small: the state is at the end of the
-prompt and is read anyway, and the attention groups' longer hit saves a few blocks. The cost: a lookup result of 0 would
-lose the longer hit, and only the common hit guarantees a boundary at which the window groups are complete.
+longer hit and expect the recurrent groups' state from the peer. The gain would be small: the state is at the end of the
+prompt and is read anyway, and the attention groups' longer hit saves a few blocks. There would be two disadvantages. If
+a lookup returns 0, the engine goes back to the common hit and loses the longer one. And window groups are sure to be
+complete only at the end of the common hit.
 """
 
 from __future__ import annotations
@@ -176,7 +178,8 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         return self._require_scheduler().finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        # For a request that was never admitted, the plan has a message to the producer. Only a step sends the plan.
+        # The plan may have a message to the producer about a request that was never admitted. Only a step sends the
+        # plan, so the engine must step even without requests.
         return self._require_scheduler().has_plan()
 
     # In the API process.

@@ -1,9 +1,10 @@
 """Recurrent states that one connector stores: states at prefill stops, and states of answers.
 
-`hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `prefill_stops.py` makes the engine stop.
-The engine hands the states over, as it does at the end of a prompt. States of answers that the engine does not hand
-over are found in the block tables. In host memory, the newest state of an answer replaces the earlier state. Secondary
-tiers get only the last state of an answer, after the request has ended.
+A prefill stop is a token position at which a prefill step ends, so that the state there can be stored.
+`hybridkv.planner.checkpoints` decides which positions are worth a stop, and `prefill_stops.py` sets them in the engine.
+The engine hands the states over, as it does at the end of a prompt. It does not hand over all states of answers; this
+module finds the others in the block tables. In host memory, the newest state of an answer replaces the earlier state.
+Secondary tiers get only the last state of an answer, after the request has ended.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ class AnswerStates:
         return states
 
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Counts remembered states that a request reuses, or could reuse if they were stored: states in its prompt at
-        or after `num_tokens`, where its computation begins."""
-        if tracked.checkpoint_state.was_admitted or not len(self._awaited):  # the states may be its own
+        """Called when a request is admitted; its computation begins at `num_tokens`. Counts the remembered states that
+        the request reuses there, and those later in its prompt, which it could reuse if they were stored."""
+        if tracked.checkpoint_state.was_admitted or not len(self._awaited):
+            # If it was admitted before, it may have stored the remembered states itself.
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
@@ -181,7 +183,7 @@ class Checkpoints:
         stack: the tiers.
         copied_to: names of the secondary tiers to which all chunks are copied.
         options: options of checkpoints.
-        prefill_stops: makes the engine stop.
+        prefill_stops: sets the stops in the engine.
         is_alone: whether no other connector uses `prefill_stops`.
         metrics: metrics of the connector.
     """
@@ -205,10 +207,13 @@ class Checkpoints:
         self._options = options
         self._limits = Limits(options.max_stops, EXTRA_SHARE)
         self._states = state_groups(layout.spec)
+        """Indices of the recurrent groups."""
         self._step_tokens = state_step_tokens(layout.spec)
+        """Distance between boundaries at which states can be stored. Not `options.step_tokens`, which is a cost."""
         self._largest: TierIndex = max(
             (stack.primary_only, *(stack.secondary[name] for name in copied_to)), key=lambda tier: tier.capacity_bytes
         )
+        """Tier with the largest capacity."""
         self._costs = _costs(layout, self._largest, self._states, options.step_tokens)
         self._experience = NO_EXPERIENCE
         self._seen = SeenPrefixes(MAX_SEEN)
@@ -234,8 +239,8 @@ class Checkpoints:
             junction = self._junction(tracked, loss)
 
             def plan(begins_at: int) -> Placement:
-                # Another connector may load more tokens than this one. If it loads fewer, the stops still begin at the
-                # end of this connector's stored tokens: up to there, all states are stored already.
+                # Another connector may load, so the computation begins at `begins_at`. If that is before `start`, the
+                # stops still begin at `start`: the states up to there are stored already.
                 bare_prompt = Prompt(
                     request.num_prompt_tokens,
                     max(start, begins_at),
@@ -243,8 +248,8 @@ class Checkpoints:
                     starts_over=tracked.checkpoint_state.was_admitted,
                     keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
+                # The last plan stays if the engine looks up again because it had no room, and nothing has changed.
                 if tracked.checkpoint_state.bare_prompt != bare_prompt:
-                    # The plan stays the same if the engine had no room after the last lookup and nothing has changed.
                     tracked.checkpoint_state = self._planned(tracked, bare_prompt)
                 return tracked.checkpoint_state.placement
 
@@ -281,8 +286,9 @@ class Checkpoints:
     def _junction(self, tracked: TrackedRequest, loss: Loss | None) -> int:
         """The last boundary that the FULL groups hold, if no state is stored there; else 0."""
         if loss is None or tracked.checkpoint_state.was_admitted:
-            # The stored prefix ends where the request was preempted, or where chunks were withdrawn after a failed
-            # load. No request diverges there. The junction of its first admission is remembered.
+            # A request that was admitted before: its stored prefix ends where it was preempted, or where chunks were
+            # withdrawn after a failed load. No request diverges there. `SeenPrefixes` has recorded the junction of its
+            # first admission.
             return 0
         junction = loss.full_tokens // self._step_tokens * self._step_tokens
         if junction <= loss.resumed_tokens:
@@ -333,8 +339,9 @@ class Checkpoints:
         return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
-        """Next boundary after `computed_tokens`: until then, `states` finds no state of an answer. 0 if
-        the next step may find one; `sys.maxsize` if such states are not stored. Ignores handed-over states."""
+        """Next boundary after `computed_tokens`: before it, `states` finds no state of an answer. 0 if
+        `computed_tokens` is a boundary, because the next step may find its state. `sys.maxsize` if such states are not
+        stored. Ignores handed-over states."""
         if self._answers is None:
             return sys.maxsize
         step = self._step_tokens
@@ -346,7 +353,8 @@ class Checkpoints:
             self._answers.on_planned(tracked, states)
 
     def on_stored(self, num_bytes: int) -> None:
-        """Updates the experience. `num_bytes`: bytes of all stores planned so far, on each rank."""
+        """Updates the statistics by which states are priced. `num_bytes`: bytes of all stores planned so far, on each
+        rank."""
         if num_bytes > self._num_bytes:
             more = (num_bytes - self._num_bytes) * self._layout.world_size
             self._num_bytes, self._experience = num_bytes, learn_stored(self._experience, more)
@@ -364,7 +372,7 @@ class Checkpoints:
 
 def _costs(layout: CacheLayout, tier: TierIndex, states: Sequence[int], step_tokens: int) -> Costs:
     spec = layout.spec
-    # A boundary far from the beginning of a prompt: there a window needs whole chunks.
+    # Use the sizes at a boundary far from the beginning of a prompt, where a window group needs whole chunks.
     end_token = 1024 * spec.chunk_tokens
     state_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in states)
     others = [index for index in spec.stored_groups if index not in states]

@@ -1,8 +1,8 @@
 """Hints of a request, decoded strictly.
 
-A client sends them under the key `hybridkv_hints` in `kv_transfer_params`, or as an action of that type in the engine's
-`kv_hints`. Other keys there are ignored. Invalid hints are counted, logged at most once a minute, and ignored as a
-whole. They do not fail a request.
+A client sends them under the key `hybridkv_hints` in `kv_transfer_params`, or as an action with the type
+`hybridkv_hints` in the engine's `kv_hints`. Other keys and actions there are ignored. Invalid hints are counted, logged
+at most once a minute, and ignored as a whole. They do not fail a request.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ DRAIN_S = 10.0
 
 
 IDLE_WAIT_S = 0.002
-"""Longest wait for loads in a step without a forward pass. The engine pauses about as long between such steps. Without
-this wait, the thread of an engine that does not pause would hold the interpreter lock, which the copy thread needs."""
+"""Longest wait for loads in a step without a forward pass. vLLM's engine process pauses about as long between such
+steps. An engine inside the caller's process does not pause: without this wait, its thread would hold the interpreter
+lock, which the copy thread needs."""
 
 
 class OffloadWorker(RankWorker):
@@ -100,8 +101,8 @@ class OffloadWorker(RankWorker):
 
         Raises:
             ConfigurationError: the bytes are not at the addresses that follow from the engine's specs, or not on this
-                device; or there are secondary tiers, and a later engine may order the bytes differently; or the copy
-                test on this GPU fails.
+                device; the copy test on this GPU fails; or chunks may outlive the engine in secondary tiers, but a
+                later engine may order the bytes differently.
         """
         device = device or CpuDevice()
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_secondary_tiers)
@@ -153,7 +154,7 @@ class OffloadWorker(RankWorker):
         """Opens this rank's medium of a secondary tier. Returns the failure, if any; the next move tries again."""
         try:
             self._mover.media[tier] = self._open_medium[tier](namespace)
-        except Exception as error:  # no threads, memory or file descriptors: the engine runs on without this tier
+        except Exception as error:  # such as no threads, memory or descriptors: the engine goes on without the tier
             logger.warning("the %s tier cannot be opened now: %s: %s", tier, type(error).__name__, error)
             reason = FailureReason.BUSY if is_shortage(error) else FailureReason.CLOSED
             return Failure(reason, f"{type(error).__name__}: {error}")
@@ -162,7 +163,8 @@ class OffloadWorker(RankWorker):
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores, after the forward pass that writes their blocks."""
         for store in plan.stores:
-            # Each copy writes its whole slot, which is then sealed. `_store_runs` sets where each chunk ends.
+            # A copy writes the whole slot of each chunk, and `_seal` then seals the slot. `RecordDigests` requests the
+            # checksum of each chunk. It is empty until `_store_runs` sets which runs belong to which chunk.
             self._copies.submit(
                 CopyJob(
                     False,
@@ -233,7 +235,7 @@ class OffloadWorker(RankWorker):
         return job.failures[0].detail if job.failures else None
 
     def results(self) -> LoadResults:
-        """Loads that ended since the last call. Moves that ended are in `outcome`."""
+        """Loads that ended since the last call. Also collects ended moves; the base class's `outcome` returns them."""
         if self._is_idle:
             self._copies.wait_for_loads(IDLE_WAIT_S)
         self._copies.poll()

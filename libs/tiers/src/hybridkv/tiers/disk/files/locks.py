@@ -1,7 +1,9 @@
-"""Locks of a namespace: take a lock, or find the process that holds it for the error.
+"""Locks of a namespace, the directory of one cache. Takes a lock; if another process holds it, finds this process and
+names it in the error.
 
-A namespace has two locks: on its directory, because a directory with files cannot be deleted and programs that clean up
-old files respect its lock; and on the file LOCK, for file systems that cannot lock directories.
+A namespace has two locks. One is on its directory: a directory with files cannot be deleted, and programs that clean up
+old files respect this lock. The other is on the file LOCK in the directory, for file systems that cannot lock
+directories.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class LockHolder(NamedTuple):
 def find_holder(file: os.stat_result, likely_pid: int | None, processes: Path = Path("/proc")) -> LockHolder | None:
     """Process that holds a lock on the file; None if /proc does not show it. Examines `likely_pid` first.
 
-    Use the result for texts only, never for a decision. The process named in LOCK may have ended while its child still
-    holds the lock.
+    Use the result for texts only, never for a decision. `likely_pid` is the process id that the file LOCK contains.
+    That process may have ended while its child still holds the lock.
     """
     left = MAX_DESCRIPTORS
     for pid in _pids(processes, likely_pid):
@@ -70,8 +72,8 @@ def _is_file(link: Path, file: os.stat_result) -> bool:
 
 
 def _holds_a_lock(info: Path) -> bool:
-    """True if this descriptor holds a lock. Another engine may have the file open without the lock, shortly before its
-    refusal."""
+    """True if this descriptor holds a lock. Another engine may have the file open without the lock: it tries to lock
+    the file, and is refused shortly after."""
     try:
         return any(line.startswith("lock:") and "FLOCK" in line for line in info.read_text().splitlines())
     except OSError:
@@ -90,7 +92,7 @@ def _command(directory: Path) -> str:
 
 
 class TakenError(OSError):
-    """Another engine has or had the namespace open, so this engine's tables may be wrong."""
+    """Another engine has or had the namespace open, so this engine's index may not match the files any more."""
 
     def __init__(self, path: str) -> None:
         super().__init__(

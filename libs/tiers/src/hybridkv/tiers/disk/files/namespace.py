@@ -146,8 +146,8 @@ class Namespace:
             try:
                 if self._opened is not None and self._is_current(root, self._opened.lock_fd):
                     return directory, self._opened.lock_fd
-                # Lock the directory first: a refused engine then creates no LOCK, which the holder would treat as the
-                # lock of another engine.
+                # Lock the directory before LOCK, so that a refused engine creates no LOCK. The engine that holds the
+                # directory's lock would treat a new LOCK as the lock of another engine.
                 if not self._lock_directory(directory):
                     raise refused_lock(directory, directory.fd)
                 # Open read-only: a file open for writing prevents a read-only remount.
@@ -160,7 +160,8 @@ class Namespace:
                 self._close_lock(fd)
                 directory.close()
                 raise
-            # LOCK was replaced: another process deletes stale namespaces, and has removed the directory or will.
+            # The locked file is not at the path any more. Another process deletes stale namespaces: it has removed this
+            # directory, or removes it soon. Try again with a new directory.
             self.io.close(fd)
             directory.close()
         raise TierConfigurationError("path", "a directory that no other process removes", self.path)

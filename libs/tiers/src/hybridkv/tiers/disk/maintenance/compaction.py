@@ -1,8 +1,8 @@
 """Compaction: copies the live records of a segment to other segments, so that the segment can be deleted.
 
 Chooses the segment with the fewest live bytes, if at most `COMPACTION_SHARE` of it is live. Otherwise first evicts
-least recently used records until a segment qualifies: at most about two segments' size. A segment with pinned, reserved
-or deleted records is never chosen.
+least recently used records until a segment qualifies: at most about two segments' size. A segment with pinned or
+reserved records is never chosen, even if these records were deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Compaction:
             self._records.evict(record.key)
 
     def cheapest(self) -> Segment | None:
-        """Unused segment with the fewest live bytes."""
+        """Candidate with the fewest live bytes, see `Segment.is_candidate`. None without candidates."""
         found = self._segments.candidates.cheapest()
         self._segments.lacks_candidate = found is None
         return found

@@ -27,7 +27,7 @@ class Chores:
     """All kinds of file work of one index, in order of priority.
 
     Args:
-        found: withdrawals that recovery found in the journal.
+        found: entries that recovery read from the quarantine journal. Each withdraws the records of one key.
     """
 
     def __init__(self, state: StoreState, found: Iterable[JournalEntry]) -> None:
@@ -43,8 +43,8 @@ class Chores:
         self.snapshot = SnapshotWriter(state, self.copier, self.journal)
         self._clearing: tuple[ChoreKind[Any, Any], ...] = (self._restorer, self.epoch, self.journal, self._dropper)
         self._storing: tuple[ChoreKind[Any, Any], ...] = (self._maker, self.copier, self.sealer)
-        """Chores that write the epoch's number into files. They wait until the epoch is on disk: a start deletes
-        segments of another epoch."""
+        """Chores that write the epoch's number into files. They wait until the epoch is on disk: after a crash before
+        that, the old epoch is valid again, and the next start deletes segments of other epochs."""
 
     def next_but_snapshot(self) -> AnyDueChore | None:
         """First due chore that does not back off, snapshots excluded."""
@@ -153,7 +153,7 @@ class Dispatcher:
 
 
 MAX_CHORES_IN_A_ROW = 64
-"""Most chores that one call starts. Reached only with a janitor that runs chores inline."""
+"""Limit of chores that one call of `run` or `settle` starts. Reached only with a janitor that runs chores inline."""
 
 
 class Maintenance:
@@ -172,9 +172,9 @@ class Maintenance:
         self._suspect_again_s = -math.inf
 
     def settle(self) -> None:
-        """Do the work that is due now, without snapshots and changes: an open index writes these."""
+        """Do the work that is due before the index opens. Writes no snapshots and no changes: the open index does."""
         self._work_off(self._chores.next_but_snapshot)
-        self.collect()  # another Maintenance continues with these tables
+        self.collect()  # the open index has another Maintenance, with the same tables
 
     def run(self) -> None:
         """Apply results and start the next chore."""
@@ -227,7 +227,7 @@ class Maintenance:
     def write_changes(self) -> None:
         """Schedule the next batch of changes, so that the batch is written even without further calls."""
         if self._changes_file.has_unwritten:
-            self.collect()  # the result of the failed write may not be applied yet
+            self.collect()  # a write failed; its result, if not applied yet, starts the backoff
         writer = self._chores.changes
         if self._log.is_scheduled or not writer.has_work:
             return
@@ -266,8 +266,8 @@ class Maintenance:
         """Write the last changes, seals and a snapshot.
 
         With the snapshot, the next start reads one file. If there is no time for a snapshot, the file of changes has
-        the same content. Tries an unwritten epoch once more, even during its backoff; no record was stored in this
-        epoch.
+        the same content. If the epoch is not on disk yet, tries to write it once more, even during its backoff, and
+        skips changes, seals and snapshot: no record was stored in this epoch.
         """
         self.cancel_snapshot()
         if self.state.is_taken:

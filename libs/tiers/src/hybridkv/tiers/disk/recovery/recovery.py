@@ -1,10 +1,15 @@
 """Recovery: finds the segments, the records and their LRU order on disk at a start. Changes nothing on disk.
 
-Listed records: the snapshot or a change lists the record, and its segment is good; loads verify the bytes. Searched
-records: the header is whole and has this address; the segment is sealed, or the payload matches its checksum; and every
-rank has the record at this address. Withdrawn records are dropped. Of several records of one key, the last written
-record counts. A snapshot is written while the index continues to work, so it may contain effects of later changes: the
-record with the higher address counts, even if it is listed first.
+A record is found in one of two ways:
+
+- Listed: the snapshot, or a change after it, lists the record. The record must lie inside a segment that has a header
+  of the present epoch on every rank. Its bytes are not read here: loads verify them.
+- Searched: the record is read from a segment. Its header must be whole and contain the address where it was read. The
+  segment must be sealed, or the payload must match its checksum. Every rank must have the record at the same address.
+
+Withdrawn records are dropped. Of several records of one key, the last written record counts: the one with the highest
+address. The order in the files does not tell which one this is. A snapshot is written while the index continues to
+work, so it may already contain the effect of a change that is replayed after it.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
-    """Frontier after a snapshot and these changes."""
+    """Frontier after a snapshot and these changes: the place up to which they list the records on disk."""
     next_address, pending = saved.next_address, set(saved.pending)
     for change in changes:
         if isinstance(change, Reserved):
@@ -83,7 +88,7 @@ def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
 
 
 def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
-    """Keys by address, for records of the snapshot that these changes refer to: few records of a large snapshot."""
+    """Keys by address, only for the addresses in these changes. A snapshot may have far more records."""
     wanted = {change.address for change in changes}
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     places = np.flatnonzero(np.isin(addresses, np.fromiter(wanted, dtype=np.uint64, count=len(wanted))))
@@ -134,8 +139,8 @@ def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: It
 
 
 EPOCHS_AHEAD = 1 << 32
-"""Increase of the epoch if the epoch file is lost and a segment's epoch is unknown: more than a cache is ever
-cleared."""
+"""Increase of the epoch if the epoch file is lost and a segment's epoch is unknown. Each clear of a cache increases the
+epoch by 1, and no cache is cleared so many times."""
 
 
 class FoundStore(NamedTuple):
@@ -242,7 +247,7 @@ def _unused_epoch(headers: dict[int, Row], epoch: int) -> int:
 
 
 class _MetadataBounds(NamedTuple):
-    """Limits of metadata that is read. A store with these options writes no more."""
+    """Limits for reading metadata files. A tier that has these limits in its options never writes more."""
 
     file_bytes: int
     num_records: int
@@ -253,7 +258,7 @@ class _Named(NamedTuple):
 
     records: FoundRecords
     frontier: Frontier | None
-    """Limit of the listed records. None: every segment may hold other records."""
+    """Limit of the listed records, for the search for other records. None: these may be in every segment."""
     num_changes: int
     resume_at: changes.Decoded | None
 

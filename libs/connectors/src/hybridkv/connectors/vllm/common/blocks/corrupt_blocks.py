@@ -2,14 +2,14 @@
 
 There are two kinds:
 
-- Bad copies. If the engine's own hit ends inside a block, the engine copies this block. vLLM 0.32 has two bugs. It
-  copies as many bytes as a page of the first layer at that address, also for layers with larger pages (see
-  `compat.copies_whole_blocks`). And it reads all sources before it writes a destination, although one copy of a step
-  may depend on another copy.
+- Bad copies. If the engine's own hit ends inside a block, the engine copies this block. vLLM 0.32 has two bugs. If the
+  memory of several layers begins at one address, it copies as many bytes as a page of the first of these layers, even
+  if the other layers have larger pages (see `compat.copies_whole_blocks`). And it reads all sources before it writes a
+  destination, although one copy of a step may depend on another copy.
 - Misfiled states. If a recurrent group has larger blocks than another group, a prefill may end inside a recurrent block
-  (see `compat.prefill_cut_tokens`). The engine then caches the state at this point, and hands it over, as the state at
-  the end of the block. This module recognizes such a state by its boundary: the request's next prefill chunk passes the
-  boundary without a stop.
+  (see `compat.prefill_cut_tokens`). The engine then treats the state at this point as the state at the end of the
+  block: it caches the state, and hands it over when the request's next prefill chunk reaches the end of the block. This
+  module recognizes such a state because that chunk goes on beyond the end of the block.
 
 A request that continues from a corrupt block computes wrong content. The engine caches this content under correct
 hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
@@ -126,10 +126,11 @@ class CorruptBlocks:
         self.suspects = SuspectGroups()
         self._pool: BlockPool | None = None
         self._corrupt: dict[int, Any] = {}
-        """Corrupt blocks by id, each with its hash at the last check. At most as many as the engine has blocks."""
+        """Corrupt blocks by id, each with the hash that it had when it was last marked. At most as many as the engine
+        has blocks."""
         self._misled: dict[str, list[int]] = {}
-        """Running misled requests. For each group: index in the request's block table of the first block that may still
-        get another hash."""
+        """Running misled requests. Each has one number for each group: the first position in its block table whose
+        block may still get another hash."""
         self._has_warned = False
 
     @property
@@ -153,7 +154,7 @@ class CorruptBlocks:
         return states
 
     def mark_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
-        """Records blocks that the engine allocated for a load: their loaded content is correct."""
+        """Removes the marks of blocks that the engine allocated for a load, because the loaded content is correct."""
         if self._corrupt:
             self._clear_from([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
 
@@ -181,8 +182,9 @@ class CorruptBlocks:
         # In order of admission, because a request may hit blocks that an earlier request of this step computes.
         for request_id, computed_tokens in compat.admitted(output).items():
             self._admit(request_id, computed_tokens, tables(request_id), copies)
-        # Last, because some of these blocks may belong to a request that starts in this step. The engine offers a
-        # cached state only from the next step on, so no request has used these blocks yet.
+        # Misfiled blocks are marked last. Some may belong to a request that starts in this step: `_admit` would remove
+        # their marks, or count the request as misled. The engine offers a cached state only from the next step on, so
+        # no request has used these blocks yet.
         if misfiled and self._pool is not None:
             compat.evict_cached_blocks(self._pool, misfiled)
         for block_id in misfiled:
@@ -192,8 +194,9 @@ class CorruptBlocks:
         """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
 
         The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside
-        this step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. Accepted drafts
-        passed boundaries before the chunk; the states of these boundaries come from the worker and are correct.
+        this step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. A state of a
+        boundary before the chunk is correct: accepted drafts have passed this boundary, and the state comes from the
+        worker.
         """
         handed_over = compat.boundary_states(output)
         if not handed_over:
@@ -247,8 +250,8 @@ class CorruptBlocks:
     def _cause(
         self, computed_tokens: int, table: Sequence[Sequence[int]], copies: Sequence[tuple[int, int]]
     ) -> str | None:
-        """Cause for which a block of a request's computed tokens is corrupt: a label of the metric. None if no such
-        block is corrupt."""
+        """Why a block of a request's computed tokens is corrupt, as a label of the metric. None if no such block is
+        corrupt."""
         sources = {destination: source for source, destination in copies}
         cause = None
         for group, (block_tokens, block_ids) in enumerate(zip(self._block_tokens, table, strict=True)):

@@ -1,7 +1,8 @@
 """Identity of an engine's stored content: keys from the facts of its process and of its workers.
 
-With tiers that outlive the engine or are shared, all facts are in the keys. Host memory alone starts and ends with the
-engine, so no other process reads its keys; then a nonce replaces the facts.
+If there are tiers that outlive the engine or are shared, the keys depend on all facts. If host memory is the only tier,
+no other process ever reads its content: a random number replaces the facts of the process, and the workers' facts are
+not needed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Identity:
         return self.keys.fingerprint.digest()
 
     def begin_anew(self) -> ChunkKeys:
-        """Replaces all keys, also of adapters, by new keys that no other process has. Returns the keys of the model."""
+        """Gives `adapters` new keys that no other process has. Returns new keys of the model, which replace `keys`."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.adapters.begin_anew(nonce)
         return self.keys.for_adapter(nonce)
@@ -60,8 +61,8 @@ class IdentityBuilder:
         config: the operator's settings of identity.
         layout: layout of the engine's groups.
         connector: name of the connector, for the log.
-        is_shared: whether another process may read the stored content at any time. If not, the identity needs no facts
-            of workers.
+        is_shared: whether another process may read the stored content, now or later. If not, the identity needs no
+            facts of workers.
 
     Raises:
         ConfigurationError: the engine's own facts cannot be gathered.
