@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from optimal_placement import optimal_stops
 
 from hybridkv.cli.simulation.policies import PromptEnds
-from hybridkv.cli.simulation.store import CostModel, Moment
+from hybridkv.cli.simulation.store import CostModel, RequestFacts
 from hybridkv.cli.simulation.traces import Trace
 
 MAX_FUTURES = 64
@@ -18,8 +18,8 @@ MAX_HINDSIGHT_STOPS = 32
 class Junctions(PromptEnds):
     """Also stores a state at the end of the stored attention, if it has no state."""
 
-    def stops(self, moment: Moment) -> Sequence[int]:
-        return (moment.held,)
+    def stops(self, facts: RequestFacts) -> Sequence[int]:
+        return (facts.held,)
 
 
 class Ladder(PromptEnds):
@@ -28,8 +28,8 @@ class Ladder(PromptEnds):
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
 
-    def stops(self, moment: Moment) -> Sequence[int]:
-        return sorted({moment.held, *range(self._chunks, moment.end, self._chunks)})
+    def stops(self, facts: RequestFacts) -> Sequence[int]:
+        return sorted({facts.held, *range(self._chunks, facts.end, self._chunks)})
 
 
 class Hindsight:
@@ -54,17 +54,17 @@ class Hindsight:
         self._price = price_chunks
         self._with_all_ends = with_all_ends
 
-    def stops(self, moment: Moment) -> Sequence[int]:
+    def stops(self, facts: RequestFacts) -> Sequence[int]:
         counts: dict[int, float] = {}
-        for depth in self._branch_depths(moment.number):
-            if moment.resumed < depth < moment.end:
+        for depth in self._branch_depths(facts.number):
+            if facts.resumed < depth < facts.end:
                 counts[depth] = counts.get(depth, 0.0) + 1.0
-        return optimal_stops(sorted(counts.items()), moment.resumed, MAX_HINDSIGHT_STOPS, self._price)
+        return optimal_stops(sorted(counts.items()), facts.resumed, MAX_HINDSIGHT_STOPS, self._price)
 
-    def keeps_end(self, moment: Moment) -> bool:
-        return self._with_all_ends or any(depth >= moment.end for depth in self._branch_depths(moment.number))
+    def keeps_end(self, facts: RequestFacts) -> bool:
+        return self._with_all_ends or any(depth >= facts.end for depth in self._branch_depths(facts.number))
 
-    def keeps_answer(self, moment: Moment) -> bool:
+    def keeps_answer(self, facts: RequestFacts) -> bool:
         return False
 
     def _branch_depths(self, number: int) -> list[int]:

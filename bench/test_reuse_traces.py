@@ -12,7 +12,7 @@ from reuse_policies import Hindsight, Junctions, Ladder
 from reuse_traces import row_of, run_size
 
 from hybridkv.cli.simulation.policies import PlannerStops, PromptEnds
-from hybridkv.cli.simulation.store import CostModel, Moment, simulate
+from hybridkv.cli.simulation.store import CostModel, RequestFacts, simulate
 from hybridkv.cli.simulation.traces import Trace, chained
 
 COSTS = CostModel(step_tokens=8)
@@ -94,7 +94,7 @@ def test_a_small_store_serves_chats_no_worse_than_with_prompt_ends_only(keeps: i
 class StoreAllAnswers(PlannerStops):
     """Stores every state of an answer, even if it evicts others."""
 
-    def _is_unproven(self, moment: Moment) -> bool:
+    def _is_unproven(self, facts: RequestFacts) -> bool:
         return False
 
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR
-from hybridkv.connectors.vllm.common.specs.resumable import Model, gather
+from hybridkv.connectors.vllm.common.specs.resumable import ModelFacts, gather
 from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
@@ -202,7 +202,7 @@ def test_a_pooling_model_is_unfit_if_vllm_caches_no_prefixes_for_it(
     assert facts.is_unfit_pooling is not is_supported
 
 
-def model_facts(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Model:
+def model_facts(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> ModelFacts:
     """The facts that are read from a model with these attributes."""
     configs = configure()
     configs.vllm.model_config = model = copy.copy(configs.vllm.model_config)

@@ -100,7 +100,7 @@ def proven(gpu: GpuDevice, device: str, load: str) -> CopyRates:
         rig.close()
     assert all(torch.equal(*pair) for pair in zip(before, rig.caches.values(), strict=True))
     assert rates.page_sizes == tuple(sorted({size for sizes in GROUPS.values() for size in sizes}))
-    assert not rates.untried
+    assert not rates.untested_fences
     return rates
 
 

@@ -216,7 +216,11 @@ def installed(simulation: Simulation) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(worker, "open_transport", simulation.open_transport)
         for module in (read_manager, lease_server):
             patch.setattr(module, "DigestThread", lambda memory, wake: LateDigesting(memory, simulation.random))
-        patch.setattr(NixlMetrics, "lease", lambda self, name: simulation.count(simulation.outcomes, f"lease {name}"))
-        patch.setattr(NixlMetrics, "prompt", lambda self, name: simulation.count(simulation.outcomes, f"prompt {name}"))
+        patch.setattr(
+            NixlMetrics, "count_lease", lambda self, name: simulation.count(simulation.outcomes, f"lease {name}")
+        )
+        patch.setattr(
+            NixlMetrics, "count_prompt", lambda self, name: simulation.count(simulation.outcomes, f"prompt {name}")
+        )
         patch.setattr(engine, "IDLE_PAUSE_S", 0.0)
         yield patch

@@ -54,7 +54,7 @@ class World:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every connector that is built from now on uses this world."""
-        indexes, media = tiers.secondary_tiers, tiers.media
+        indexes, openers = tiers.secondary_tiers, tiers.medium_openers
 
         def secondary_tiers(*arguments: Any) -> list[SecondaryTier]:
             options = SecondaryTierOptions(
@@ -62,12 +62,12 @@ class World:
             )
             return [*indexes(*arguments), SecondaryTier(PEER, self.make_index(), options)]
 
-        def all_media(config: Any, rank: int, *more: Any) -> dict[str, Callable[[bytes], TierMedium]]:
-            return {**media(config, rank, *more), PEER: lambda namespace: self.make_medium(rank)}
+        def all_openers(config: Any, rank: int, *more: Any) -> dict[str, Callable[[bytes], TierMedium]]:
+            return {**openers(config, rank, *more), PEER: lambda namespace: self.make_medium(rank)}
 
         monkeypatch.setattr(tiers, "clock", self.clock)
         monkeypatch.setattr(tiers, "secondary_tiers", secondary_tiers)
-        monkeypatch.setattr(tiers, "media", all_media)
+        monkeypatch.setattr(tiers, "medium_openers", all_openers)
 
     def make_index(self) -> RemoteIndex:
         return RemoteIndex(self.store, self.capacity_bytes)

@@ -36,7 +36,7 @@ def offload(load: str, chunk_tokens: int, capacity: int | str = "16MiB") -> Conn
     return Connector(CONNECTOR, {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load})
 
 
-WITHOUT_PROOF = mock.patch("hybridkv.connectors.vllm.offload.worker.prove_at_start", return_value=None)
+WITHOUT_PROOF = mock.patch("hybridkv.connectors.vllm.offload.worker.prove_copies_at_start", return_value=None)
 
 
 def run(mix: Mix, scenario: Scenario, seed: int, *, is_first: bool) -> LazyEngine:
@@ -104,7 +104,7 @@ def test_a_device_that_ignores_a_fence_is_caught(
     make: Callable[[int], LazyDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the proof at the start, which would refuse it."""
-    monkeypatch.setattr("hybridkv.connectors.vllm.offload.worker.prove_at_start", lambda *arguments: None)
+    monkeypatch.setattr("hybridkv.connectors.vllm.offload.worker.prove_copies_at_start", lambda *arguments: None)
     # The order depends on threads, so that one seed may miss it.
     assert any(misses_bytes(make(seed)) for seed in range(20))
 

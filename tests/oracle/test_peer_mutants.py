@@ -89,13 +89,13 @@ class _Anything(str):
 
 
 def reads_that_still_write_count_as_ended(patch: pytest.MonkeyPatch) -> None:
-    def is_at_rest(self: RankRead) -> bool:
+    def try_release_transfer(self: RankRead) -> bool:
         if self._transfer is not None:
             self._tools.transport.release(self._transfer)
             self._transfer = None
         return True
 
-    patch.setattr(RankRead, "_is_at_rest", is_at_rest)
+    patch.setattr(RankRead, "_try_release_transfer", try_release_transfer)
 
 
 # Condition of a scenario for a fault to matter. Few scenarios have it by chance, and the test would take minutes.

@@ -206,7 +206,7 @@ def test_no_state_is_dropped_where_blocks_have_one_size(monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(CorruptBlocks, "_misfiled", counting)
-    monkeypatch.setattr(corrupt_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
+    monkeypatch.setattr(corrupt_blocks, "groups_with_misfiled_states", lambda config, layout: frozenset({0, 1, 2}))
     check(unequal(BLOCK), 15, keeps=True)
     check(QWEN3_NEXT, 15, keeps=True)
     assert looked_at > 100

@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
-from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Trackers
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, SchedulerParts
 from hybridkv.connectors.vllm.lmcache.session_spec import page_groups
 from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
@@ -154,7 +154,7 @@ class FakeEngine:
             layout,
             Identity(keys, self.adapters),
             (),
-            Trackers(self.load_tracker, self.store_tracker, room),
+            SchedulerParts(self.load_tracker, self.store_tracker, room),
             kv_role,
             self.metrics,
             self.end,

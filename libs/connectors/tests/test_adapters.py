@@ -41,7 +41,7 @@ class Engine:
 
     def current_version(self, lora: LoRARequest, is_alone: bool = True) -> AdapterVersion | None:
         """Answer to the second request; the first one makes the files be read."""
-        self.adapters.notice(lora)
+        self.adapters.on_request(lora)
         assert self.adapters.settle(SOON_S)
         return self.adapters.current_version(lora, is_alone)
 
@@ -104,13 +104,13 @@ def test_files_changed_after_the_start_of_the_engine_are_in_doubt(
 def test_files_changed_after_they_were_read_are_in_doubt(engine: Engine, tmp_path: Path, restored: bool) -> None:
     lora = request(write(tmp_path / "a"))
     adapter_version = engine.current_version(lora)
-    assert engine.adapters.holds(adapter_version)
+    assert engine.adapters.is_still_valid(adapter_version)
     times = (tmp_path / "a" / "adapter_model.safetensors").stat()
     write(tmp_path / "a", b"retrain")
     if restored:
         write(tmp_path / "a")
         os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert not engine.adapters.holds(adapter_version)
+    assert not engine.adapters.is_still_valid(adapter_version)
     assert engine.current_version(lora) is None
     assert engine.current_version(lora) is None
 
@@ -122,7 +122,7 @@ def test_files_replaced_with_equal_times_are_in_doubt(engine: Engine, tmp_path: 
     adapter_version = engine.current_version(request(tmp_path / "a"))
     (tmp_path / "a").unlink()
     (tmp_path / "a").symlink_to("new")
-    assert not engine.adapters.holds(adapter_version)
+    assert not engine.adapters.is_still_valid(adapter_version)
 
 
 def test_an_adapter_loaded_in_place_is_certain_again(engine: Engine, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_adapter_loaded_in_place_is_certain_again(engine: Engine, tmp_path: P
     assert key(adapter_version) != old
     # Until this request has run, the engine may hold either version.
     assert engine.current_version(lora) is None
-    assert engine.adapters.holds(adapter_version)
+    assert engine.adapters.is_still_valid(adapter_version)
     assert key(engine.current_version(lora)) == key(adapter_version)
 
 
@@ -146,18 +146,18 @@ def test_a_number_reused_for_another_adapter_is_in_doubt_for_both(engine: Engine
     """The engine selects weights by the number: it may give either adapter the weights of the other."""
     first, second = request(write(tmp_path / "a")), request(write(tmp_path / "b", b"others!"), name="other")
     adapter_version = engine.current_version(first)
-    assert engine.adapters.holds(adapter_version)
+    assert engine.adapters.is_still_valid(adapter_version)
     assert engine.current_version(second) is None
-    assert not engine.adapters.holds(adapter_version) and not engine.adapters.is_unchanged(adapter_version)
+    assert not engine.adapters.is_still_valid(adapter_version) and not engine.adapters.is_unchanged(adapter_version)
     assert engine.current_version(first) is None
     in_place = engine.current_version(request(tmp_path / "b", name="other", in_place=True))
     assert engine.current_version(request(tmp_path / "b", name="other")) is None, (
         "until it has run, the engine may hold either version"
     )
-    assert engine.adapters.holds(in_place)
+    assert engine.adapters.is_still_valid(in_place)
     assert key(engine.current_version(second)) == key(in_place)
     assert engine.current_version(first) is None
-    assert not engine.adapters.holds(in_place)
+    assert not engine.adapters.is_still_valid(in_place)
 
 
 def test_numbers_beyond_the_remembered_ones_are_in_doubt(
@@ -179,11 +179,11 @@ def test_a_replaced_parent_directory_is_noticed(
     write(tmp_path / "all" / "a")
     write(tmp_path / "new" / "a", b"retrain")
     lora = request(tmp_path / "all" / "a")
-    engine.adapters.notice(lora)
+    engine.adapters.on_request(lora)
     assert engine.adapters.settle(SOON_S)
     if is_forgotten:
         monkeypatch.setattr(module, "MAX_ADAPTERS", 1)
-        engine.adapters.notice(request(tmp_path, 2))
+        engine.adapters.on_request(request(tmp_path, 2))
     (tmp_path / "all").rename(tmp_path / "old")
     (tmp_path / "new").rename(tmp_path / "all")
     assert engine.current_version(lora) is None
@@ -196,7 +196,7 @@ def test_files_written_just_before_they_were_read_are_in_doubt(tmp_path: Path) -
     adapters = Adapters(KEYS, 0, lambda: changed_ns)
     lora = request(tmp_path / "a", in_place=True)
     for _ in range(2):
-        adapters.notice(lora)
+        adapters.on_request(lora)
         assert adapters.settle(SOON_S)
         assert adapters.current_version(lora, True) is None
 
@@ -239,7 +239,7 @@ def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "signature", hang)
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     for _ in range(5):
-        assert not engine.adapters.holds(adapter_version)
+        assert not engine.adapters.is_still_valid(adapter_version)
     gate.set()
     assert engine.adapters.settle(SOON_S)
     assert len(num_looks) == 1
@@ -253,5 +253,5 @@ def test_the_least_recently_used_adapter_is_forgotten(
     first = engine.current_version(request(tmp_path / "a", 1))
     for number in (2, 3):
         assert engine.current_version(request(tmp_path / "a", number)) is not None
-    assert not engine.adapters.holds(first)
+    assert not engine.adapters.is_still_valid(first)
     assert engine.current_version(request(tmp_path / "a", 1)) is not None

@@ -163,9 +163,9 @@ def test_a_fence_is_tried_again_if_compute_ended_before_the_copy(
 def test_untested_fences_are_reported(make: Callable[..., Rig]) -> None:
     rig = make(LazyDevice(copies_first, is_late=True), "async", proof.MAX_DELAY_CYCLES + 1)
     before = rig.cache.clone()
-    assert rig.prove().untried == ("loads", "stores")
+    assert rig.prove().untested_fences == ("loads", "stores")
     assert torch.equal(rig.cache, before)
-    assert make(LazyDevice(copies_first, is_late=True)).prove().untried == ()
+    assert make(LazyDevice(copies_first, is_late=True)).prove().untested_fences == ()
 
 
 def test_fewer_blocks_are_copied_on_a_device_with_little_memory(

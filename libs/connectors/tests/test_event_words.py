@@ -71,7 +71,7 @@ def test_a_state_is_announced_only_for_the_last_hash_block_of_its_chunk() -> Non
     for group in (0, 1):
         key = tracked.keys().key(group, end)
         assert isinstance(near.reserve(key, 1), Slot) and near.commit(key)
-    events.met(tracked)
+    events.on_admitted(tracked)
     hashes = {event.group_idx: event.block_hashes for event in events.take()}
     first, last = (compat.event_hash(block_hash) for block_hash in request.block_hashes[:2])
     assert hashes == {0: [first, last], 1: [last]}

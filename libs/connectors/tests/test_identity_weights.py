@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.identity import digests
 from hybridkv.connectors.vllm.common.identity.digests import CACHE_FILE_NAME, FileDigests
 from hybridkv.connectors.vllm.common.identity.weights import (
     EXCLUDED_SETTINGS,
-    Gathered,
+    CollectedFacts,
     weights_facts,
     weights_identity,
 )
@@ -340,11 +340,11 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     assert caught.value.path == str(root / "broken.safetensors") and "weights_digest" in caught.value.hint
 
 
-def gathered(root: Path, mode: str = "sampled", load: dict[str, Any] | None = None, **changes: Any) -> Gathered:
+def gathered(root: Path, mode: str = "sampled", load: dict[str, Any] | None = None, **changes: Any) -> CollectedFacts:
     config = make_config(root, load)
     for name, value in changes.items():
         setattr(config.model_config, name, value)
-    found = Gathered()
+    found = CollectedFacts()
     weights_facts(config, mode, found)
     return found
 
@@ -376,7 +376,7 @@ def test_a_digest_named_by_the_operator_replaces_all_files(tmp_path: Path) -> No
     root = model(tmp_path)
     found = gathered(root, "mine, of May")
     (root / "model.safetensors").write_bytes(b"other")
-    assert found == gathered(root, "mine, of May") == Gathered(facts={"weights.named": "mine, of May"})
+    assert found == gathered(root, "mine, of May") == CollectedFacts(facts={"weights.named": "mine, of May"})
     assert not (root / CACHE_FILE_NAME).exists()
 
 
@@ -398,7 +398,7 @@ def test_the_drafter_has_its_own_weights(tmp_path: Path) -> None:
 
     def facts(draft_config: Any) -> dict[str, str]:
         config.speculative_config = SimpleNamespace(draft_model_config=draft_config, draft_load_config=None)
-        found = Gathered()
+        found = CollectedFacts()
         weights_facts(config, "sampled", found)
         return found.facts
 

@@ -29,11 +29,11 @@ def test_a_skipped_step_stores_nothing(groups: list[GroupSpec], resumed: int, st
         end = min(computed + num_tokens, MOST_CHUNKS * CHUNK + 1)
         has_state = any(group.kind is GroupKind.RECURRENT for group in groups) and end // CHUNK > computed // CHUNK
         is_idle = end < tracked.idle_below_tokens and not has_state
-        seen, stored_tokens, path = tracked.seen, tracked.stored_tokens, dict(tracked.path.keys)
+        planned, stored_tokens, keys = tracked.planned_chunks, tracked.stored_tokens, dict(tracked.chain.keys)
         bench.compute(0, num_tokens)
         if is_idle:
             assert bench.outputs[-1] is None
-            assert (tracked.seen, tracked.stored_tokens, tracked.path.keys) == (seen, stored_tokens, path)
+            assert (tracked.planned_chunks, tracked.stored_tokens, tracked.chain.keys) == (planned, stored_tokens, keys)
 
 
 def test_a_request_is_idle_until_its_next_chunk_is_complete() -> None:

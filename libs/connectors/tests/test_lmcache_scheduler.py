@@ -595,7 +595,7 @@ def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
         looks.append(version)
         return holds
 
-    monkeypatch.setattr(engine.adapters, "holds", look)
+    monkeypatch.setattr(engine.adapters, "is_still_valid", look)
     requests = [adapter_version(engine, name, "oath") for name in "abc"]
     stores = engine.step(dict.fromkeys("abc", len(PROMPT))).stores
     assert [store.is_held for store in stores] == [True] * 3

@@ -579,6 +579,6 @@ def test_facts_are_returned_once(rank: MakeRank) -> None:
     with ScriptedServer() as server:
         worker = rank(server.address).worker
         assert worker.take_facts() is None
-        worker.tell({"a": "b"})
+        worker.set_facts({"a": "b"})
         assert worker.take_facts() == {"a": "b"}
         assert worker.take_facts() is None

@@ -72,9 +72,9 @@ class Life(RuleBasedStateMachine):
             assert chosen is not None
             self.loading[request.request_id] = (request, chosen)
             return
-        marks = self.bench.selector.plan_step(scheduled([request], 100))
-        assert marks.sync_children == (frozenset({chosen}) if num_tokens else frozenset())
-        self.bench.selector.step_ended(marks.step, dict.fromkeys(marks.sync_children, 0.1), output())
+        step_metadata = self.bench.selector.plan_step(scheduled([request], 100))
+        assert step_metadata.sync_children == (frozenset({chosen}) if num_tokens else frozenset())
+        self.bench.selector.step_ended(step_metadata.step, dict.fromkeys(step_metadata.sync_children, 0.1), output())
         self.bench.selector.ended(request)
 
     @precondition(lambda self: self.loading)
@@ -96,8 +96,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded)
     @rule()
     def run_the_loaded(self) -> None:
-        marks = self.bench.selector.plan_step(scheduled(self.loaded, 1))
-        self.bench.selector.step_ended(marks.step, {}, output())
+        step_metadata = self.bench.selector.plan_step(scheduled(self.loaded, 1))
+        self.bench.selector.step_ended(step_metadata.step, {}, output())
         for request in self.loaded:
             self.bench.selector.ended(request)
         self.loaded.clear()

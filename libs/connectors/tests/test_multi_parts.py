@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.multi.messages import (
     of_child,
 )
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
-from hybridkv.connectors.vllm.multi.worker_side import SchedulerSaves, SyncLoadTimer, WorkerSaves
+from hybridkv.connectors.vllm.multi.worker_side import SchedulerStoresInFlight, SyncLoadTimer, WorkerStoresInFlight
 from hybridkv.connectors.vllm.offload.connector import HybridOffloadConnector
 from hybridkv.metrics import ChildSelection, SelectionStats
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, PlanError, plan_load_runs
@@ -34,41 +34,41 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, PlanError, plan_lo
 SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
 
 
-# Saves.
+# Stores in flight.
 
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3), min_size=1))
 def test_blocks_are_freed_when_the_last_reading_child_is_done(order: list[int], reading: set[int]) -> None:
-    begun, open_saves = SchedulerSaves(), WorkerSaves()
+    begun, open_stores = SchedulerStoresInFlight(), WorkerStoresInFlight()
     assert begun.request_ended("r", reading)
-    open_saves.begin(begun.take())
-    done = [bool(open_saves.end(child, {"r"})) for child in order]
+    open_stores.begin(begun.take())
+    done = [bool(open_stores.end(child, {"r"})) for child in order]
     last = max(order.index(child) for child in reading)
     assert done == [place == last for place in range(4)]
 
 
 def test_a_child_that_reads_a_partial_tail_is_waited_for_once() -> None:
-    begun, open_saves = SchedulerSaves(), WorkerSaves()
+    begun, open_stores = SchedulerStoresInFlight(), WorkerStoresInFlight()
     begun.tail_accepted("r", [0, 1])
     assert begun.request_ended("r", [1])
     assert begun.take() == {"r": {0, 1}} and begun.take() == {}
-    open_saves.begin({"r": frozenset({0, 1})})
-    assert open_saves.end(1, {"r"}) == set()
-    assert open_saves.end(0, {"r"}) == {"r"}
+    open_stores.begin({"r": frozenset({0, 1})})
+    assert open_stores.end(1, {"r"}) == set()
+    assert open_stores.end(0, {"r"}) == {"r"}
 
 
 def test_a_request_read_by_no_child_is_not_waited_for() -> None:
-    begun = SchedulerSaves()
+    begun = SchedulerStoresInFlight()
     assert not begun.request_ended("r", [])
     assert begun.take() == {}
 
 
 def test_a_report_of_a_child_without_a_save_frees_nothing() -> None:
-    open_saves = WorkerSaves()
-    open_saves.begin({"r": frozenset({0})})
-    assert open_saves.end(1, {"r", "other"}) == set()
-    assert open_saves.end(0, {"r"}) == {"r"}
-    assert open_saves.end(0, {"r"}) == set(), "only once"
+    open_stores = WorkerStoresInFlight()
+    open_stores.begin({"r": frozenset({0})})
+    assert open_stores.end(1, {"r", "other"}) == set()
+    assert open_stores.end(0, {"r"}) == {"r"}
+    assert open_stores.end(0, {"r"}) == set(), "only once"
 
 
 # Messages.

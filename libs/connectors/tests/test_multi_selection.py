@@ -249,10 +249,10 @@ def test_a_load_within_a_step_ends_with_it_and_takes_the_workers_time() -> None:
     bench = Bench(FakeStore(64, is_async=False), FakeStore(0))
     request = new_request()
     bench.admit(request)
-    marks = bench.selector.plan_step(scheduled([request], 96))
-    assert (marks.sync_children, marks.is_measured) == (frozenset({0}), True)
+    step_metadata = bench.selector.plan_step(scheduled([request], 96))
+    assert (step_metadata.sync_children, step_metadata.is_measured) == (frozenset({0}), True)
     assert bench.total(0).pending_loads == 1
-    bench.selector.step_ended(marks.step, {0: 0.25}, output())
+    bench.selector.step_ended(step_metadata.step, {0: 0.25}, output())
     counts = bench.total(0)
     assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.25, 4 * BLOCK_BYTES, 0)
 
@@ -261,8 +261,8 @@ def test_a_load_within_a_step_with_invalid_blocks_has_failed() -> None:
     bench = Bench(FakeStore(64, is_async=False), FakeStore(32))
     request = new_request()
     bench.admit(request)
-    marks = bench.selector.plan_step(scheduled([request], 96))
-    bench.selector.step_ended(marks.step, {}, output(invalid={1}))
+    step_metadata = bench.selector.plan_step(scheduled([request], 96))
+    bench.selector.step_ended(step_metadata.step, {}, output(invalid={1}))
     assert bench.total(0).failures == 1
     assert bench.admit(request) == 1
 
@@ -291,9 +291,9 @@ def test_an_aborted_request_is_followed_until_its_load_ends() -> None:
 
 def learn_prefill(bench: Bench, seconds_per_token: float) -> None:
     request = new_request("teacher")
-    marks = bench.selector.plan_step(scheduled([request], 1000))
+    step_metadata = bench.selector.plan_step(scheduled([request], 1000))
     bench.clock.now_s += 1000 * seconds_per_token
-    bench.selector.step_ended(marks.step, {}, output())
+    bench.selector.step_ended(step_metadata.step, {}, output())
 
 
 def test_an_automatic_weight_is_measured_and_a_slow_hit_is_passed_over() -> None:

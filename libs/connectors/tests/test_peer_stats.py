@@ -22,14 +22,14 @@ LEASES = ("done", "expired", "dropped", "no_room")
 def everything() -> NixlMetrics:
     metrics = NixlMetrics()
     for prompt in PROMPTS:
-        metrics.prompt(prompt)
+        metrics.count_prompt(prompt)
     for lease in LEASES:
-        metrics.lease(lease)
-    metrics.misled("partial_copy")
-    metrics.held(3)
-    metrics.read(0.02, 4096, 5)
+        metrics.count_lease(lease)
+    metrics.count_misled("partial_copy")
+    metrics.set_held(3)
+    metrics.count_read(0.02, 4096, 5)
     for reason in (*PEER_FAILURES, "what nobody has heard of"):
-        metrics.failure(reason)
+        metrics.count_failure(reason)
     return metrics
 
 
@@ -72,7 +72,7 @@ def test_each_metric_of_peers_is_counted_with_all_its_labels() -> None:
 
 def test_an_undeclared_label_is_an_error() -> None:
     with pytest.raises(Exception, match="forgotten"):
-        NixlMetrics().lease("forgotten")
+        NixlMetrics().count_lease("forgotten")
 
 
 def test_stats_of_both_halves_and_of_two_ranks_are_summed() -> None:
@@ -100,9 +100,9 @@ def test_a_count_during_a_take_is_counted_once() -> None:
             threads[-1].join(0.2)
             return found
 
-    metrics.lease("done")
+    metrics.count_lease("done")
     metrics._counts._counters = Overtaken(metrics._counts._counters)
-    metrics.lease("done")
+    metrics.count_lease("done")
     for thread in threads:
         thread.join()
     taken_away.append(metrics.take())

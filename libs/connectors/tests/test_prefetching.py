@@ -119,7 +119,7 @@ def test_a_share_of_zero_prefetches_nothing(tmp_path: Path) -> None:
         bench.serve("a", 2)
         bench.engine.primary.clear()
         bench.keeper.keep_share = 0.0
-        bench.prefetch("a", bench.keeper.near_bytes_left)
+        bench.prefetch("a", bench.keeper.ram_bytes_left)
         assert bench.engine.primary.num_keys == 0 and bench.outcomes() == {"no_room": 1}
 
 
@@ -129,7 +129,7 @@ def test_a_prefetch_fits_the_share_beside_kept_prefixes(tmp_path: Path) -> None:
         bench.serve("a", NUM_FITTING // 4)
         bench.serve("kept", NUM_FITTING // 8, keep_seconds=60.0)
         bench.engine.primary.clear()
-        left = bench.keeper.near_bytes_left
+        left = bench.keeper.ram_bytes_left
         assert 0 < left <= SHARE_BYTES - bench.keeper._kept_bytes[0]
         bench.prefetch("a", left)
         assert 0 < bench.engine.primary.used_bytes <= left and bench.outcomes() == {"no_room": 1}
@@ -156,7 +156,7 @@ def test_a_kept_prefix_outlives_any_number_of_prefetches(tmp_path: Path, keep_sh
             bench.serve(name, NUM_FITTING // 12)
         bench.serve("kept", NUM_FITTING // 8, keep_seconds=600.0)
         for name in names:
-            bench.prefetch(name, bench.keeper.near_bytes_left)
+            bench.prefetch(name, bench.keeper.ram_bytes_left)
             bench.keeper.renew()
         assert bench.in_primary(names[-1]) == NUM_FITTING // 12, "the last prefetch arrived"
         assert bench.in_primary("kept") == NUM_FITTING // 8
@@ -178,7 +178,7 @@ class AsyncBench:
         loads = LoadPlanner(made.layout, self.stack, admission, waits, self.metrics, in_flight)
         self.prefetcher = Prefetcher(made.layout, requests, self.stack, loads.lookups.send, clock, self.metrics)
         self.request = new_request()
-        self.keys = [requests.beside(self.request).keys().key(0, end) for end in (8, 16)]
+        self.keys = [requests.untracked_copy(self.request).keys().key(0, end) for end in (8, 16)]
 
     def advance(self, seconds: float) -> list[bytes]:
         """Keys being promoted after the given time."""
@@ -301,7 +301,7 @@ def num_promoted(scheduler: OffloadScheduler, request: Any) -> int:
     """Number of chunks being promoted after the request was tracked."""
     secondary = RamIndex(1 << 20, 4096) if not scheduler._stack.secondary else scheduler._stack.secondary["0"]
     for end in (8, 16):
-        put(secondary, scheduler._requests.beside(request).keys().key(0, end))
+        put(secondary, scheduler._requests.untracked_copy(request).keys().key(0, end))
     scheduler.track(request)
     scheduler.track(request)
     return len(scheduler._stack.take_moves())
@@ -364,7 +364,7 @@ def test_a_shutdown_starts_no_prefetch() -> None:
     secondary = RamIndex(1 << 20, 4096)
     scheduler = scheduler_over(secondary)
     request = hinting(new_request())
-    put(secondary, scheduler._requests.beside(request).keys().key(0, 8))
+    put(secondary, scheduler._requests.untracked_copy(request).keys().key(0, 8))
     scheduler.track(request)
     assert scheduler.plan_moves().moves == () and not scheduler.has_work_in_flight()
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from hybridkv.connectors.vllm.offload.loads.lookup_costs import BREAK_EVEN_S, LOG_AGAIN_S, BreakEvenLog
+from hybridkv.connectors.vllm.offload.loads.lookup_costs import CHECK_EVERY_S, LOG_AGAIN_S, BreakEvenLog
 from hybridkv.connectors.vllm.offload.loads.prefill_speed import FIRST_TOKENS_PER_S, MAX_IN_FLIGHT, PrefillSpeed
 from hybridkv.planner.stages import LookupWait
 
@@ -120,5 +120,5 @@ def test_break_evens_are_checked_once_per_second() -> None:
     now_s = 0.0
     log = BreakEvenLog(lambda: now_s)
     assert log.is_due() and not log.is_due()
-    now_s = BREAK_EVEN_S
+    now_s = CHECK_EVERY_S
     assert log.is_due()

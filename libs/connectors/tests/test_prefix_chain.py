@@ -114,7 +114,7 @@ class StoreBench:
 
     def state(self) -> object:
         """Observable state: eviction orders, prefixes, stores, moves and queues."""
-        paths = [(number, each.path.keys) for number, each in self.tracked.items()]
+        paths = [(number, each.chain.keys) for number, each in self.tracked.items()]
         orders = [index.eviction_order() for index in (self.primary, self.secondary)]
         waiting = {name: self.stack.num_waiting(name) for name in self.stack.secondary}
         return orders, paths, self.outputs, self.moves, waiting
@@ -185,7 +185,7 @@ def test_a_resumed_request_looks_up_each_group_once_and_touches_the_prefix() -> 
     spec, keys = bench.layout.spec, bench.tracked[1].keys()
     path = [keys.key(group, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK) for group in (0, 1)]
     assert bench.primary.eviction_order() == path[::-1]
-    assert bench.tracked[1].path.keys.keys() == {(0, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK)} | {
+    assert bench.tracked[1].chain.keys.keys() == {(0, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK)} | {
         (1, 8 * CHUNK)
     }
     assert spec.stored_groups == (0, 1)

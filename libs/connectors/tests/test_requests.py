@@ -127,11 +127,11 @@ def test_results_for_withdrawn_tokens_are_forgotten(
     tracked = track(request, reuses_hashes)
     tracked.follow()
     tracked.stage, tracked.last_reply = stage, Compute()
-    tracked.stored_tokens, tracked.seen = 16, (2, 2)
+    tracked.stored_tokens, tracked.planned_chunks = 16, (2, 2)
     change(request, kept, [0] * (20 - kept))
     assert request.num_tokens == 20
     tracked.follow()
-    forgotten = (tracked.stage, tracked.last_reply, tracked.stored_tokens, tracked.seen)
+    forgotten = (tracked.stage, tracked.last_reply, tracked.stored_tokens, tracked.planned_chunks)
     assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
 
 
@@ -269,7 +269,7 @@ def test_stores_that_end_together_cost_one_check_of_the_adapter(
     monkeypatch.setattr(module, "signature", counting)
     for expected in (1, 2):
         scheduler._stores._stores = {
-            i: StoreInFlight(states[i].path, [], [], 0, 1, states[i].adapter_version) for i in range(3)
+            i: StoreInFlight(states[i].chain, [], [], 0, 1, states[i].adapter_version) for i in range(3)
         }
         scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
         assert len(num_looks) == expected
@@ -280,7 +280,7 @@ def test_corrupt_copies_are_tracked_without_stores_too(kv_role: Role) -> None:
     """A local load could copy from such a block, although the tier has the right bytes."""
     scheduler = new_scheduler(kv_role)
     scheduler.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=BLOCK))
-    scheduler.distrust(SuspectGroups(frozenset({0})))
+    scheduler.set_suspect_groups(SuspectGroups(frozenset({0})))
     output: Any = SimpleNamespace(
         preempted_req_ids=set(),
         finished_req_ids=set(),

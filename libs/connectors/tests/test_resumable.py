@@ -18,21 +18,21 @@ from spec_versions import DECLARED, GROUP_FIELDS, VERSIONS, classes_of, fields_o
 from vllm.v1 import kv_cache_interface as installed
 
 from hybridkv.connectors.vllm.common.specs.resumable import (
-    Group,
-    Machine,
-    Model,
+    GroupFacts,
+    MachineFacts,
+    ModelFacts,
     RefusalReason,
     ResumeFacts,
     Switches,
     refusal,
 )
 from hybridkv.connectors.vllm.common.specs.spec_table import (
-    GROUP_FLAGS,
+    GROUP_FIELD_RULES,
     KNOWN,
     SpecFacts,
     changed_fields,
     describe,
-    known_flags,
+    known_field_rules,
 )
 
 Quant = enum.Enum(
@@ -106,7 +106,7 @@ FIT_AND_UNFIT: dict[tuple[str, str], tuple[list[object], list[object]]] = {
 }
 """Per field of every storable class: accepted values, and refused values."""
 
-SOUND = ResumeFacts(Switches(), Machine(), Model(), ())
+SOUND = ResumeFacts(Switches(), MachineFacts(), ModelFacts(), ())
 NEEDED: dict[str, tuple[tuple[str, object], ...]] = {"MambaSpec": (("mamba_cache_mode", "align"),)}
 """Fields with a refused default, set to the value of a supported engine."""
 
@@ -120,10 +120,10 @@ FIELD_CASES = [
 ]
 
 
-def with_spec(name: str, *flags: tuple[str, object], **group: bool) -> ResumeFacts:
-    spec = SpecFacts(name, ("model.layers.0",), tuple((dict(NEEDED.get(name, ())) | dict(flags)).items()))
+def with_spec(name: str, *fields: tuple[str, object], **group: bool) -> ResumeFacts:
+    spec = SpecFacts(name, ("model.layers.0",), tuple((dict(NEEDED.get(name, ())) | dict(fields)).items()))
     shape = {"is_cacheable": True, "is_drafter": False} | group
-    return replace(SOUND, groups=(Group(**shape, flags=(), specs=(spec,)),))
+    return replace(SOUND, groups=(GroupFacts(**shape, fields=(), specs=(spec,)),))
 
 
 # --- the table compared with the engine's source ---------------------------------------------------------------------
@@ -152,10 +152,10 @@ def test_spec_versions_equal_the_installed_module() -> None:
 def test_the_table_contains_exactly_the_known_classes_and_fields() -> None:
     assert KNOWN.keys() == DECLARED.keys()
     for name, each in DECLARED.items():
-        assert KNOWN[name].flags.keys() == each.fields.keys(), name
+        assert KNOWN[name].field_rules.keys() == each.fields.keys(), name
         assert KNOWN[name].parent == each.parent, name
-        assert known_flags(name).keys() == fields_of(name).keys(), name
-    assert GROUP_FLAGS.keys() == GROUP_FIELDS
+        assert known_field_rules(name).keys() == fields_of(name).keys(), name
+    assert GROUP_FIELD_RULES.keys() == GROUP_FIELDS
 
 
 def test_each_field_of_a_storable_class_has_a_case() -> None:
@@ -191,17 +191,17 @@ def test_each_field_value_is_accepted_or_refused_by_name(name: str, field: str, 
     if is_fit:
         assert found is None
     else:
-        flag = known_flags(name)[field]
+        rule = known_field_rules(name)[field]
         # For states not at block ends the missing part is known.
-        is_unseen = flag.lists_values and field != "mamba_cache_mode"
+        is_unseen = rule.lists_values and field != "mamba_cache_mode"
         assert found is not None and found.reason is (RefusalReason.UNKNOWN if is_unseen else RefusalReason.SPEC)
         assert field in found.got and found.hint.startswith("start with")
-        assert not flag.hint or found.hint == flag.hint
-        assert not is_unseen or flag.why not in found.got
+        assert not rule.hint or found.hint == rule.hint
+        assert not is_unseen or rule.why not in found.got
 
 
 def test_states_that_the_engine_does_not_keep_are_refused() -> None:
-    facts = replace(SOUND, groups=(Group(True, False, (), (SpecFacts("MambaSpec", ("mixer",), ()),)),))
+    facts = replace(SOUND, groups=(GroupFacts(True, False, (), (SpecFacts("MambaSpec", ("mixer",), ()),)),))
     found = refusal(facts)
     assert found is not None and "--enable-prefix-caching" in found.hint and "mamba_cache_mode none" in found.got
 
@@ -231,7 +231,7 @@ def test_an_unknown_field_is_refused_once_it_is_set() -> None:
     sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     for value in (False, True):
         spec = describe(newer(**sizes, looks_back=value), ("layer",))
-        found = refusal(replace(SOUND, groups=(Group(True, False, (), (spec,)),)))
+        found = refusal(replace(SOUND, groups=(GroupFacts(True, False, (), (spec,)),)))
         assert (found is None) == (not value)
     assert found is not None and found.reason is RefusalReason.UNKNOWN
     assert "FullAttentionSpec" in found.expected and "looks_back True" in found.got
@@ -242,7 +242,7 @@ def test_a_spec_is_described_by_its_class_and_its_changed_fields() -> None:
     spec = installed.FullAttentionSpec(**sizes, non_causal=True)
     found = describe(spec, ("a", "b"))
     assert (found.name, found.layers) == ("FullAttentionSpec", ("a", "b"))
-    assert dict(found.flags) == sizes | {"head_size_v": 8, "non_causal": True}
+    assert dict(found.fields) == sizes | {"head_size_v": 8, "non_causal": True}
 
     class Derived(installed.FullAttentionSpec):
         pass
@@ -256,7 +256,7 @@ def test_a_spec_is_described_by_its_class_and_its_changed_fields() -> None:
 )
 def test_a_group_with_blocks_moved_by_the_engine_is_refused(field: str, value: object) -> None:
     spec = SpecFacts("FullAttentionSpec", ("layer",), ())
-    found = refusal(replace(SOUND, groups=(Group(True, False, ((field, value),), (spec,)),)))
+    found = refusal(replace(SOUND, groups=(GroupFacts(True, False, ((field, value),), (spec,)),)))
     assert found is not None and found.reason is (RefusalReason.UNKNOWN if field == "new" else RefusalReason.GROUP)
     assert field in found.got
 
@@ -271,55 +271,63 @@ def test_changed_fields_of_a_plain_group_are_those_without_a_default() -> None:
 
 # --- reasons -------------------------------------------------------------------------------------------------------
 
-MLA = replace(SOUND, model=Model(uses_mla=True))
-AMX = Machine(has_amx=True)
+MLA = replace(SOUND, model=ModelFacts(uses_mla=True))
+AMX = MachineFacts(has_amx=True)
 OFF = Switches(prefix_caching=False)
 REASONS: list[tuple[ResumeFacts, RefusalReason | None]] = [
     (SOUND, None),
     (with_spec("FullAttentionSpec", ("non_causal", True)), RefusalReason.SPEC),
     (with_spec("Unheard"), RefusalReason.UNKNOWN),
-    (replace(SOUND, groups=(Group(True, False, (("host_resident", True),), ()),)), RefusalReason.GROUP),
-    (replace(SOUND, model=Model(is_encoder_decoder=True)), RefusalReason.ENCODER_DECODER),
-    (replace(SOUND, model=Model(is_encoder_only=True)), RefusalReason.ENCODER_ONLY),
-    (replace(SOUND, model=Model(is_diffusion=True)), RefusalReason.DIFFUSION),
-    (replace(SOUND, model=Model(is_unfit_pooling=True)), RefusalReason.POOLING),
-    (replace(SOUND, model=Model(architectures=("UnlimitedOCRForCausalLM",))), RefusalReason.ARCHITECTURE),
-    (replace(SOUND, model=Model(architectures=("LlamaForCausalLM",))), None),
+    (replace(SOUND, groups=(GroupFacts(True, False, (("host_resident", True),), ()),)), RefusalReason.GROUP),
+    (replace(SOUND, model=ModelFacts(is_encoder_decoder=True)), RefusalReason.ENCODER_DECODER),
+    (replace(SOUND, model=ModelFacts(is_encoder_only=True)), RefusalReason.ENCODER_ONLY),
+    (replace(SOUND, model=ModelFacts(is_diffusion=True)), RefusalReason.DIFFUSION),
+    (replace(SOUND, model=ModelFacts(is_unfit_pooling=True)), RefusalReason.POOLING),
+    (replace(SOUND, model=ModelFacts(architectures=("UnlimitedOCRForCausalLM",))), RefusalReason.ARCHITECTURE),
+    (replace(SOUND, model=ModelFacts(architectures=("LlamaForCausalLM",))), None),
     (MLA, RefusalReason.MLA_ON_CPU),
-    (replace(MLA, machine=Machine(architecture="ARM")), RefusalReason.MLA_ON_CPU),
-    (replace(MLA, machine=Machine(architecture="ARM", has_amx=True)), RefusalReason.MLA_ON_CPU),
+    (replace(MLA, machine=MachineFacts(architecture="ARM")), RefusalReason.MLA_ON_CPU),
+    (replace(MLA, machine=MachineFacts(architecture="ARM", has_amx=True)), RefusalReason.MLA_ON_CPU),
     (replace(MLA, machine=AMX), None),
     (replace(MLA, machine=replace(AMX, requested_backend="AMX_MLA")), None),
     (replace(MLA, machine=replace(AMX, requested_backend="CPU_MLA")), RefusalReason.MLA_ON_CPU),
     (
         replace(
-            MLA, machine=replace(AMX, requested_backend="CPU_MLA"), model=Model(uses_mla=True, model_type="deepseek_v4")
+            MLA,
+            machine=replace(AMX, requested_backend="CPU_MLA"),
+            model=ModelFacts(uses_mla=True, model_type="deepseek_v4"),
         ),
         None,
     ),
-    (replace(MLA, model=Model(uses_mla=True, model_type="deepseek_v4")), RefusalReason.MLA_ON_CPU),
-    (replace(MLA, machine=Machine(device="cuda")), None),
-    (replace(SOUND, machine=Machine(architecture="RISCV")), RefusalReason.RISC_V),
-    (replace(SOUND, machine=Machine(device="cuda", architecture="RISCV")), None),
+    (replace(MLA, model=ModelFacts(uses_mla=True, model_type="deepseek_v4")), RefusalReason.MLA_ON_CPU),
+    (replace(MLA, machine=MachineFacts(device="cuda")), None),
+    (replace(SOUND, machine=MachineFacts(architecture="RISCV")), RefusalReason.RISC_V),
+    (replace(SOUND, machine=MachineFacts(device="cuda", architecture="RISCV")), None),
     (
         replace(
-            SOUND, switches=Switches(batch_invariant=True), machine=Machine("cuda", backends=frozenset({"FLASHINFER"}))
+            SOUND,
+            switches=Switches(batch_invariant=True),
+            machine=MachineFacts("cuda", backends=frozenset({"FLASHINFER"})),
         ),
         RefusalReason.BATCH_INVARIANT,
     ),
     (
         replace(
-            SOUND, switches=Switches(batch_invariant=True), machine=Machine("cuda", backends=frozenset({"TRITON_MLA"}))
+            SOUND,
+            switches=Switches(batch_invariant=True),
+            machine=MachineFacts("cuda", backends=frozenset({"TRITON_MLA"})),
         ),
         RefusalReason.BATCH_INVARIANT,
     ),
     (
         replace(
-            SOUND, switches=Switches(batch_invariant=True), machine=Machine("cuda", backends=frozenset({"FLASH_ATTN"}))
+            SOUND,
+            switches=Switches(batch_invariant=True),
+            machine=MachineFacts("cuda", backends=frozenset({"FLASH_ATTN"})),
         ),
         None,
     ),
-    (replace(SOUND, machine=Machine("cuda", backends=frozenset({"FLASHINFER"}))), None),
+    (replace(SOUND, machine=MachineFacts("cuda", backends=frozenset({"FLASHINFER"}))), None),
     (replace(SOUND, switches=Switches(chunked_prefill=False)), RefusalReason.CHUNKED_PREFILL_OFF),
     (replace(SOUND, switches=Switches(prefix_caching=False, chunked_prefill=False)), RefusalReason.CHUNKED_PREFILL_OFF),
     (replace(SOUND, switches=OFF), RefusalReason.PREFIX_CACHING_OFF),
@@ -349,7 +357,7 @@ def test_the_exception_lifts_only_one_reason(facts: ResumeFacts, reason: Refusal
 
 switches = st.builds(Switches, st.booleans(), st.booleans(), st.booleans(), st.just(False))
 machines = st.builds(
-    Machine,
+    MachineFacts,
     st.sampled_from(("cpu", "cuda")),
     st.sampled_from(("X86", "ARM", "RISCV")),
     st.booleans(),
@@ -357,7 +365,7 @@ machines = st.builds(
     st.frozensets(st.sampled_from(("FLASHINFER", "FLASH_ATTN"))),
 )
 models = st.builds(
-    Model,
+    ModelFacts,
     st.sampled_from(((), ("LlamaForCausalLM",), ("UnlimitedOCRForCausalLM",))),
     st.sampled_from(("llama", "deepseek_v4")),
     *(st.booleans() for _ in range(5)),
@@ -365,7 +373,9 @@ models = st.builds(
 
 
 @given(switches, machines, models)
-def test_prefix_caching_off_is_refused_without_the_exception(switch: Switches, machine: Machine, model: Model) -> None:
+def test_prefix_caching_off_is_refused_without_the_exception(
+    switch: Switches, machine: MachineFacts, model: ModelFacts
+) -> None:
     facts = ResumeFacts(switch, machine, model, ())
     plain = refusal(facts)
     excepted = refusal(replace(facts, switches=replace(switch, is_excepted=True)))

@@ -75,7 +75,7 @@ def everything() -> ConnectorMetrics:
     metrics.state_stored("stop")
     metrics.superseded()
     metrics.prefixes_forgotten(3)
-    metrics.misled("copied_copy")
+    metrics.count_misled("copied_copy")
     for hint in ("no_store", "no_load", "keep", "prefetch", "invalid"):
         metrics.hint(hint)
     metrics.prefetch("crowded")

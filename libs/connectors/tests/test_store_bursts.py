@@ -291,10 +291,10 @@ def test_a_tail_cascades_between_the_chunks_around_it(
         engine.compute("r", 1)
         engine.compute_tail("r", 4)
         engine.compute("r", 1)
-        path = engine.states["r"].path
-        assert list(path.keys) == [(0, 8), (1, 8), (0, 12), (1, 12), (0, 16), (1, 16)]
+        chain = engine.states["r"].chain
+        assert list(chain.keys) == [(0, 8), (1, 8), (0, 12), (1, 12), (0, 16), (1, 16)]
         moved = [move.key for move in engine.stack.take_moves()]
-        assert moved == list(path.keys.values())[: len(moved)] and moved
+        assert moved == list(chain.keys.values())[: len(moved)] and moved
 
 
 def test_a_prefix_only_on_disk_leaves_room_for_its_continuation(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_prefix_only_on_disk_leaves_room_for_its_continuation(tmp_path: Path) 
     with Engine(tmp_path / "store", 128 * MIB) as engine:
         engine.compute("a", 20)
         engine.settle()
-        for key in engine.states["a"].path.keys.values():
+        for key in engine.states["a"].chain.keys.values():
             engine.primary.invalidate(key)
         engine.compute("b", NUM_FITTING - 20)
         engine.settle()
@@ -327,5 +327,5 @@ def test_a_step_without_new_chunks_stores_nothing(tmp_path: Path) -> None:
     with Engine(tmp_path / "cache", 4 * MIB) as engine:
         engine.compute("a", 2)
         tracked = engine.states["a"]
-        tracked.seen = (0, 0)
+        tracked.planned_chunks = (0, 0)
         assert engine.planner.plan(tracked, 0, [], lambda _: (list(range(1, 5)), [])) is None

@@ -140,7 +140,7 @@ def test_a_state_is_misfiled_if_a_chunk_passes_its_boundary(
 ) -> None:
     """If no group has smaller blocks than the states, every boundary is right."""
     bench = Bench(is_partial=False)
-    bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES} if is_larger else ()))
+    bench.wrong.suspects = SuspectGroups(with_misfiled_states=frozenset({STATES} if is_larger else ()))
     bench.step({"one": (0, ([1, 2, 3, 4], [5]))})
     bench.pool.name(4, "state", 64)
     states = [(STATES, 4, 64)]
@@ -157,14 +157,14 @@ def test_a_state_is_misfiled_if_a_chunk_passes_its_boundary(
 def test_a_misfiled_state_of_a_new_request_is_detected() -> None:
     """It began inside a block, with a state left by another connector or a copy."""
     bench = Bench(is_partial=False)
-    bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
+    bench.wrong.suspects = SuspectGroups(with_misfiled_states=frozenset({STATES}))
     bench.step({"one": (8, ([1], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (8, 20)})
     assert bench.wrong.is_corrupt(1)
 
 
 def test_a_hit_on_a_misfiled_state_misleads_if_it_cannot_be_evicted() -> None:
     bench = Bench(is_partial=False)
-    bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
+    bench.wrong.suspects = SuspectGroups(with_misfiled_states=frozenset({STATES}))
     bench.pool.evict_blocks = lambda block_ids: None  # type: ignore[method-assign]
     bench.pool.name(1, "state", 16)
     bench.step({"one": (0, ([1, 3], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (0, 20)})

@@ -27,7 +27,7 @@ class Engine:
         self.stack = tiers.build_stack(config, LAYOUT, fingerprint, SIZES)
         self.arena = RamArena(SIZES.rank_bytes, SIZES.granule_bytes)
         opened: dict[str, TierMedium] = {
-            name: make(fingerprint.digest()) for name, make in tiers.media(config, 0, self.arena).items()
+            name: make(fingerprint.digest()) for name, make in tiers.medium_openers(config, 0, self.arena).items()
         }
         self.mover = TierMover(self.arena, opened, tiers.clock)
 

@@ -336,12 +336,12 @@ def _require_stack(config: OffloadConfig) -> None:
     if config.peer is not None:
         _require_addresses(config.path_of("peer"), config.peer)
     if config.object is not None:
-        _require_fleet(config, config.object)
+        _require_object_tier(config, config.object)
     for name, tier in config.secondary.items():
         _require_timeouts(config, config.path_of(name), tier)
 
 
-def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
+def _require_object_tier(config: OffloadConfig, tier: ObjectTierConfig) -> None:
     path = config.path_of("object")
     scheme, mark, rest = tier.url.partition("://")
     if not mark or not rest or scheme not in OBJECT_SCHEMES:

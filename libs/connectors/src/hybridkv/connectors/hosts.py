@@ -59,7 +59,7 @@ def normal_host(host: str) -> str | None:
 
 def default_hosts(*own: str | None) -> tuple[str, ...]:
     """Entries for the loopback and for `own`, the addresses of this engine, without wildcard addresses."""
-    given = (host for host in own if host and not is_any(host))
+    given = (host for host in own if host and not is_wildcard(host))
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
 
 
@@ -80,7 +80,7 @@ def _is_name(entry: str) -> bool:
     return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not folded.split(".")[-1].isdigit()
 
 
-def is_any(host: str) -> bool:
+def is_wildcard(host: str) -> bool:
     """Whether a host is a wildcard address: a server can listen on it. "0" is a wildcard too, as for the system."""
     address = _address(host)
     if address is not None:

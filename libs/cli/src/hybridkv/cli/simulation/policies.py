@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridkv.cli.simulation.store import CostModel, Moment
+from hybridkv.cli.simulation.store import CostModel, RequestFacts
 from hybridkv.cli.simulation.traces import Trace
 from hybridkv.planner import (
     AwaitedStates,
@@ -28,13 +28,13 @@ MAX_REMEMBERED = 4096
 class PromptEnds:
     """Stores the states that an engine hands over by default, at the ends of prompts."""
 
-    def stops(self, moment: Moment) -> Sequence[int]:
+    def stops(self, facts: RequestFacts) -> Sequence[int]:
         return ()
 
-    def keeps_end(self, moment: Moment) -> bool:
+    def keeps_end(self, facts: RequestFacts) -> bool:
         return True
 
-    def keeps_answer(self, moment: Moment) -> bool:
+    def keeps_answer(self, facts: RequestFacts) -> bool:
         return False
 
 
@@ -71,25 +71,25 @@ class PlannerStops(PromptEnds):
     def _market(self) -> Market:
         return Market(self._capacity, min(self._capacity, self._stored), self._experience)
 
-    def stops(self, moment: Moment) -> Sequence[int]:
-        chunk, keys = self._chunk, moment.request.chunks
-        self._experience = learn_stored(self._experience, moment.stored_tokens - self._stored)
-        self._stored = moment.stored_tokens
+    def stops(self, facts: RequestFacts) -> Sequence[int]:
+        chunk, keys = self._chunk, facts.request.chunks
+        self._experience = learn_stored(self._experience, facts.stored_tokens - self._stored)
+        self._stored = facts.stored_tokens
         market = self._market()
-        prompt = Prompt(moment.request.num_tokens, moment.resumed * chunk, moment.held * chunk)
+        prompt = Prompt(facts.request.num_tokens, facts.resumed * chunk, facts.held * chunk)
         prompt = self._seen.add_facts(chunk, keys, prompt, market)
         placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
         self._experience = learn_request(self._experience, prompt, placement)
         self._seen.note(chunk, keys, prompt, placement, market)
-        self._awaited.record_resumed(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
+        self._awaited.record_resumed(keys[place - 1] for place in range(max(1, facts.resumed), facts.end + 1))
         return [stop.num_tokens // chunk for stop in placement.stops]
 
-    def _is_unproven(self, moment: Moment) -> bool:
-        gained = (len(moment.request.answered) - moment.end) * self._chunk
+    def _is_unproven(self, facts: RequestFacts) -> bool:
+        gained = (len(facts.request.answered) - facts.end) * self._chunk
         return self._awaited.is_unproven(gained, self._market(), self._costs)
 
-    def keeps_answer(self, moment: Moment) -> bool:
+    def keeps_answer(self, facts: RequestFacts) -> bool:
         if not self._has_answers:
             return False
-        self._awaited.note(moment.request.answered[-1])
-        return self._market().has_room(self._costs) or not self._is_unproven(moment)
+        self._awaited.note(facts.request.answered[-1])
+        return self._market().has_room(self._costs) or not self._is_unproven(facts)

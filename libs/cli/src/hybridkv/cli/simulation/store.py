@@ -34,7 +34,7 @@ class CostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class RequestFacts:
     """Facts with which the stops of a request are chosen, in chunks.
 
     Args:
@@ -57,15 +57,15 @@ class Moment:
 class StopPolicy(Protocol):
     """Chooses the boundaries at which states are stored."""
 
-    def stops(self, moment: Moment) -> Sequence[int]:
+    def stops(self, facts: RequestFacts) -> Sequence[int]:
         """Boundaries in chunks, above `resumed` and below `end`."""
         ...
 
-    def keeps_end(self, moment: Moment) -> bool:
+    def keeps_end(self, facts: RequestFacts) -> bool:
         """True if the state at the end of the prompt is stored."""
         ...
 
-    def keeps_answer(self, moment: Moment) -> bool:
+    def keeps_answer(self, facts: RequestFacts) -> bool:
         """True if the last state of the answer is stored."""
         ...
 
@@ -113,16 +113,16 @@ def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: StopP
         whole = [b"f%d" % name for name in both], [b"s%d" % name for name in both]
         kept: set[int] = set()
         if policy is not None:
-            moment = Moment(number, request, held, resumed, end, stored)
-            stops = [stop for stop in policy.stops(moment) if resumed < stop < end]
+            facts = RequestFacts(number, request, held, resumed, end, stored)
+            stops = [stop for stop in policy.stops(facts) if resumed < stop < end]
             num_stops += len(stops)
-            kept = {*stops, *([end] if end > resumed and policy.keeps_end(moment) else [])}
+            kept = {*stops, *([end] if end > resumed and policy.keeps_end(facts) else [])}
         path = _path(attention, states, kept | ({resumed} if policy is not None and resumed else set()))
         index.touch(reversed(path))
         stored += sum(_store(index, key, state_bytes if key[:1] == b"s" else chunk) for key in path)
         index.touch(reversed(path))
         if request.answered:
-            if policy is not None and len(both) > end and policy.keeps_answer(moment):
+            if policy is not None and len(both) > end and policy.keeps_answer(facts):
                 kept.add(len(both))
             path = _path(*whole, kept | ({resumed} if resumed else set()))
             stored += sum(_store(index, key, state_bytes if key[:1] == b"s" else chunk) for key in path)

@@ -244,12 +244,12 @@ def added_blocks(scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
     }
 
 
-def finds_cached_blocks(pool: BlockPool) -> bool:
+def can_find_cached_blocks(pool: BlockPool) -> bool:
     """Whether blocks of the engine can be found by hash."""
     return bool(getattr(pool, "enable_caching", False)) and hasattr(pool, "get_cached_block")
 
 
-def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Sequence[Any]:
+def group_block_hashes(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Sequence[Any]:
     """Hashes of a group's full blocks, in token order, from hashes of `hash_tokens` tokens each. A lazy view: a hash is
     made when it is read."""
     if block_tokens == hash_tokens:
@@ -260,10 +260,10 @@ def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Seque
     return BlockHashListWithBlockSize(block_hashes, hash_tokens, block_tokens)
 
 
-def cached_block(pool: BlockPool, name: Any, group_index: int) -> int | None:
-    """Id of the block that the engine caches for a group under this hash; None if there is none. `name`: an entry of
-    `block_names`."""
-    found = pool.get_cached_block(name, [group_index])
+def cached_block(pool: BlockPool, block_hash: Any, group_index: int) -> int | None:
+    """Id of the block that the engine caches for a group under this hash; None if there is none. `block_hash`: an entry
+    of `group_block_hashes`."""
+    found = pool.get_cached_block(block_hash, [group_index])
     return None if not found or found[0].is_null else int(found[0].block_id)
 
 
@@ -304,7 +304,7 @@ def finished_normally(request: Any) -> bool:
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
-def drafts(vllm_config: VllmConfig) -> bool:
+def uses_speculative_decoding(vllm_config: VllmConfig) -> bool:
     """Whether the engine uses speculative decoding. Running states then move between blocks."""
     return vllm_config.speculative_config is not None
 

@@ -197,7 +197,7 @@ class RouterEvents:
 
     # Chunks of requests.
 
-    def met(self, tracked: TrackedRequest) -> None:
+    def on_admitted(self, tracked: TrackedRequest) -> None:
         """Records the chunks of an admitted request: their tokens are known now."""
         num_chunks = self._num_identified(tracked)
         if num_chunks == 0:
@@ -212,7 +212,7 @@ class RouterEvents:
         for number in range(1, last + 1):
             self._describe(tracked, number * chunk)
 
-    def storing(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
+    def on_store_planned(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
         """Records chunks that a request stores, or that were stored already."""
         last = self._num_identified(tracked) * self._layout.spec.chunk_tokens
         for end in sorted({end for _, end in parts}):

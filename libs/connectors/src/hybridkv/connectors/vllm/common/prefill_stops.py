@@ -182,9 +182,9 @@ _child_place: ContextVar[ChildPlace] = ContextVar("hybridkv_sibling", default=_N
 
 
 @contextmanager
-def as_child(sibling: ChildPlace) -> Iterator[None]:
+def as_child(place: ChildPlace) -> Iterator[None]:
     """Sets the place of connectors that are built in this context."""
-    token = _child_place.set(sibling)
+    token = _child_place.set(place)
     try:
         yield
     finally:

@@ -64,8 +64,8 @@ class PrefixChain:
         """Whether no more chunks will be added."""
         return self.is_over and not self.num_storing
 
-    def begin(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
-        """Sets the values of a request that starts to compute."""
+    def set_prompt(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
+        """Sets the length of the prompt and the keep time of a request that starts to compute."""
         self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
 
     def drop(self, parts: Sequence[Part]) -> None:
@@ -135,12 +135,12 @@ class TrackedRequest:
     """Hints that the request carries."""
     stored_tokens: int = 0
     """Chunks that end here or before need no more work: they are stored, or are not to be stored."""
-    path: PrefixChain = field(default_factory=PrefixChain)
+    chain: PrefixChain = field(default_factory=PrefixChain)
     """Chunks that are stored for the request."""
     is_storable: bool = True
     """Whether the request may store. False until the request starts over: after a reset, if it had started before;
     after it continued from a corrupt block; for LMCache, after a failed store."""
-    seen: tuple[int, int] = (0, 0)
+    planned_chunks: tuple[int, int] = (0, 0)
     """Numbers of complete chunks when stores were last planned: without a drafter's lookahead, and with it."""
     idle_below_tokens: int = 0
     """If a step ends before this many tokens and the engine hands over no state, there is nothing new to store, and the
@@ -155,7 +155,7 @@ class TrackedRequest:
     """Token at which the request resumed, from the engine's own cache or from a load. 0 after this use is recorded."""
     waiting_since_s: float | None = None
     """Start of the wait for a lookup, a promotion, room or a load."""
-    polled: tuple[int, float] | None = None
+    last_lookup: tuple[int, float] | None = None
     """Step number and time of the engine's last lookup of the request."""
     awaited_key: bytes | None = None
     """Key of the first chunk after the settled hit, if the async lookup of this key is unanswered; None otherwise."""
@@ -201,7 +201,7 @@ class TrackedRequest:
             return num_hashes
         if self.hashes is not None:
             self.hashes.upto(())
-        self.stored_tokens, self.seen, self.path = 0, (0, 0), PrefixChain()
+        self.stored_tokens, self.planned_chunks, self.chain = 0, (0, 0), PrefixChain()
         self.idle_below_tokens = 0
         self.checkpoint_state = self.checkpoint_state.started_over()
         self.stage, self.last_reply = life.forget_search(self.stage), None
@@ -225,9 +225,9 @@ class TrackedRequest:
 
     def forget_progress(self) -> None:
         """Resets the progress: the engine starts the request over."""
-        self.stored_tokens, self.path = 0, PrefixChain()
+        self.stored_tokens, self.chain = 0, PrefixChain()
         self.is_storable = True
-        self.seen, self.idle_below_tokens = (0, 0), 0
+        self.planned_chunks, self.idle_below_tokens = (0, 0), 0
         self.measured, self.checkpoint_state = None, self.checkpoint_state.started_over()
         self.stage, self.last_reply = life.start_over(self.stage), None
         if self.adapter_version is not None:
@@ -267,7 +267,7 @@ class Requests:
             if tracked.lora is None:
                 self._take_keys(tracked, self._keys)
             else:
-                self._adapters.notice(tracked.lora)
+                self._adapters.on_request(tracked.lora)
         return tracked
 
     def identify(self, tracked: TrackedRequest) -> bool:
@@ -286,7 +286,7 @@ class Requests:
                 self._take_keys(tracked, tracked.adapter_version.keys)
         return tracked.request_keys is not None
 
-    def beside(self, request: Request) -> TrackedRequest:
+    def untracked_copy(self, request: Request) -> TrackedRequest:
         """Separate state of a request for a lookup without a computation. It has the hints of the tracked request, and
         does not change that request. With an adapter, it has keys after `identify` returns True."""
         tracked = TrackedRequest(request, None, None)

@@ -96,7 +96,7 @@ class ConnectorMetrics:
         """Chunks of a group of this kind were stored ("stored"), or not stored for the reason `outcome`."""
         self._counts.add("vllm:hybridkv_stores_total", number, kind=str(kind), outcome=outcome)
 
-    def misled(self, cause: str) -> None:
+    def count_misled(self, cause: str) -> None:
         """One request continued from a corrupt block, so it stores nothing more."""
         self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
 

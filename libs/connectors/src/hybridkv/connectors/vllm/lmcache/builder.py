@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
-from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Trackers
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, SchedulerParts
 from hybridkv.connectors.vllm.lmcache.session_spec import address_of, plain_spec, session_spec_of
 from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.hashing import TAG_BYTES
@@ -179,16 +179,14 @@ class LMCacheBuilder:
         store_tracker = StoreTracker(layout, geometry, separate_objects, load_tracker, identity.adapters, self._metrics)
         kv_role = role_of(self._vllm_config.kv_transfer_config)
         self._announce(name)
-        trackers = Trackers(load_tracker, store_tracker, self._room)
+        parts = SchedulerParts(load_tracker, store_tracker, self._room)
 
         def close() -> None:
             connection.close()
             session.close()
 
-        scheduler = LMCacheScheduler(
-            layout, identity, session_spec.payload_bytes, trackers, kv_role, self._metrics, close
-        )
-        scheduler.distrust(suspect_groups(NAME, self._vllm_config, layout))
+        scheduler = LMCacheScheduler(layout, identity, session_spec.payload_bytes, parts, kv_role, self._metrics, close)
+        scheduler.set_suspect_groups(suspect_groups(NAME, self._vllm_config, layout))
         return scheduler
 
     def _announce(self, name: str) -> None:

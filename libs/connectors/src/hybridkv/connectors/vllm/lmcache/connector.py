@@ -93,7 +93,7 @@ class HybridLMCacheConnector(StoreConnector):
         if self._worker is None:
             raise RuntimeError(f"a worker's method was called on the scheduler's half of {NAME}")
         self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device)
-        self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
+        self._worker.set_facts(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 
     def shutdown(self) -> None:
         mark_shut_down(self)

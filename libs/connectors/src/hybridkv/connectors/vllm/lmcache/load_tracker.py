@@ -406,7 +406,7 @@ class LoadTracker:
         if bad:
             self._mark_suspect(digests)
         if tracked is None:
-            self._room.give_back((request_id,))
+            self._room.release((request_id,))
             self._requests.pop(request_id, None)
             return
         state = self.get(tracked)
@@ -450,7 +450,7 @@ class LoadTracker:
             state.prefix = None
         if request_id not in self._loads:
             self._requests.pop(request_id, None)
-            self._room.give_back((request_id,))
+            self._room.release((request_id,))
 
     def close(self) -> None:
         """Releases all locks."""

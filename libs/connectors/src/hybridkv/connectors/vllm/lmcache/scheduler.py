@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Trackers:
+class SchedulerParts:
     """Parts of the scheduler's half.
 
     Args:
@@ -53,7 +53,7 @@ class LMCacheScheduler:
         layout: layout of the engine's groups.
         identity: namespace and keys of the stored content.
         payload_bytes: page size of each stored group, in bytes.
-        trackers: trackers of loads and stores.
+        parts: trackers of loads and stores, and the admission of loads.
         kv_role: whether the connector stores, loads, or does both.
         metrics: the connector's metrics.
         close: closes the connection to the server.
@@ -64,7 +64,7 @@ class LMCacheScheduler:
         layout: CacheLayout,
         identity: Identity,
         payload_bytes: tuple[int, ...],
-        trackers: Trackers,
+        parts: SchedulerParts,
         kv_role: Role,
         metrics: ConnectorMetrics,
         close: Callable[[], None],
@@ -72,28 +72,27 @@ class LMCacheScheduler:
         self._identity = identity
         self._payload_bytes = payload_bytes
         self._load_tracker, self._store_tracker, self._room = (
-            trackers.load_tracker,
-            trackers.store_tracker,
-            trackers.room,
+            parts.load_tracker,
+            parts.store_tracker,
+            parts.room,
         )
         self._kv_role = kv_role
         self._metrics = metrics
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
-        self._wrong = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
-        """Corrupt blocks of the engine, and the requests that use them."""
+        self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
-        self._wrong.bind(pool)
+        self._corrupt_blocks.bind(pool)
         self._room.pool = pool
         self._store_tracker.bind_block_pool(pool)
 
-    def distrust(self, groups: SuspectGroups) -> None:
+    def set_suspect_groups(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
-        self._wrong.suspects = groups
+        self._corrupt_blocks.suspects = groups
 
     # Before a request is admitted.
 
@@ -151,7 +150,7 @@ class LMCacheScheduler:
             return
         load = self._load_tracker.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._wrong.mark_loaded(blocks, tracked.computed_tokens)
+            self._corrupt_blocks.mark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Once per step.
@@ -164,7 +163,7 @@ class LMCacheScheduler:
                 tracked.forget_progress()
                 self._load_tracker.restart(tracked)
         stores = self._plan_stores(scheduler_output, preempted) if self._kv_role.stores else []
-        self._room.give_back(scheduler_output.num_scheduled_tokens)
+        self._room.release(scheduler_output.num_scheduled_tokens)
         for request_id in scheduler_output.finished_req_ids or ():
             tracked = self._requests.get(request_id)
             if tracked is not None and not tracked.request.is_finished():
@@ -183,8 +182,8 @@ class LMCacheScheduler:
         stores: list[PageStore] = []
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
-        self._wrong.follow_step(scheduler_output, tables)
-        for request_id in self._wrong.misled:
+        self._corrupt_blocks.follow_step(scheduler_output, tables)
+        for request_id in self._corrupt_blocks.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
         scheduled = scheduler_output.num_scheduled_tokens
@@ -200,7 +199,7 @@ class LMCacheScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks may belong to another request.
                 continue
-            states = self._wrong.correct_states(handed_over.get(request_id, ()), self._metrics)
+            states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._metrics)
             store = self._store_tracker.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)

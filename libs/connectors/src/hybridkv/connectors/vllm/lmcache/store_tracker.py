@@ -220,9 +220,9 @@ class StoreTracker:
         """Records stores that ranks have ended: copied or failed."""
 
         @functools.cache
-        def holds(adapter_version: AdapterVersion | None) -> bool:
+        def is_valid(adapter_version: AdapterVersion | None) -> bool:
             """Cached: one check of an adapter's files covers all stores of this call."""
-            return self._adapters.holds(adapter_version)
+            return self._adapters.is_still_valid(adapter_version)
 
         for store_id, ended in outcomes.items():
             in_flight = self._stores[store_id]
@@ -231,11 +231,13 @@ class StoreTracker:
             in_flight.reason = in_flight.reason or ended.reason
             if in_flight.ranks_left <= 0:
                 del self._stores[store_id]
-                self._settle(store_id, in_flight, holds)
+                self._settle(store_id, in_flight, is_valid)
 
-    def _settle(self, store_id: int, in_flight: _LMCacheStore, holds: Callable[[AdapterVersion | None], bool]) -> None:
+    def _settle(
+        self, store_id: int, in_flight: _LMCacheStore, is_valid: Callable[[AdapterVersion | None], bool]
+    ) -> None:
         if in_flight.adapter_version is not None:
-            is_good = in_flight.failure is None and holds(in_flight.adapter_version)
+            is_good = in_flight.failure is None and is_valid(in_flight.adapter_version)
             if in_flight.failure is None and not is_good:
                 in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
             self._releases.append(StoreRelease(store_id, is_good))

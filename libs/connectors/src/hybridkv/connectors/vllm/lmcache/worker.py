@@ -13,7 +13,7 @@ from dataclasses import replace
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, take_kv_memory, zeros_in
-from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
+from hybridkv.connectors.vllm.common.copies.proof import prove_copies_at_start
 from hybridkv.connectors.vllm.common.copies.rank_worker import UNMAPPED, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure
@@ -142,7 +142,7 @@ class LMCacheWorker(RankWorker):
         arena = RamArena(pinned.nbytes, proof_bytes, pinned)
         for engine in self._paths.engines():
             engine.register(arena.base_address, arena.capacity_bytes, "copy proof")
-        prove_at_start(memory, arena, self._paths, self._device)
+        prove_copies_at_start(memory, arena, self._paths, self._device)
 
     def start_loads(self, plan: LMCachePlan) -> None:
         """Starts the step's loads."""

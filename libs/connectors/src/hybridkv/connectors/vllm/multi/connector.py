@@ -38,7 +38,7 @@ from hybridkv.connectors.vllm.multi.children import (
 from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
 from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector, load_admission, shared_prefill_stops
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
-from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SchedulerSaves
+from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SchedulerStoresInFlight
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -71,7 +71,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         admission = load_admission(vllm_config, kv_cache_config)
         prefill_stops = shared_prefill_stops(vllm_config, kv_cache_config)
         self._set_children(build_children(classes, role, kv_cache_config, admission, prefill_stops))
-        self._scheduler_saves = SchedulerSaves()
+        self._scheduler_stores = SchedulerStoresInFlight()
         self._announced_blocks = AnnouncedBlocks()
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -133,13 +133,13 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         children = tuple(each.build_connector_meta(scheduler_output) for each in self._connectors)
-        marks = self._selector().plan_step(scheduler_output)
+        step_metadata = self._selector().plan_step(scheduler_output)
         return MultiMetadata(
             children,
-            self._scheduler_saves.take(),
-            marks.step,
-            is_measured=marks.is_measured,
-            sync_children=marks.sync_children,
+            self._scheduler_stores.take(),
+            step_metadata.step,
+            is_measured=step_metadata.is_measured,
+            sync_children=step_metadata.sync_children,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -183,7 +183,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
             for position, each in enumerate(self._connectors)
             if each.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
         ]
-        self._scheduler_saves.tail_accepted(request.request_id, accepted)
+        self._scheduler_stores.tail_accepted(request.request_id, accepted)
         return bool(accepted)
 
     def _finish(self, request: Request, finish: Callable[[Child], Finished]) -> Finished:
@@ -198,7 +198,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
                     raise RuntimeError(f"{child.name} and another child both return kv_transfer_params {clash}")
                 combined = (combined or {}) | parameters
         self._selector().ended(request)
-        return self._scheduler_saves.request_ended(request.request_id, reading), combined
+        return self._scheduler_stores.request_ended(request.request_id, reading), combined
 
     def take_events(self) -> Iterable[Any]:
         own: list[Any] = []

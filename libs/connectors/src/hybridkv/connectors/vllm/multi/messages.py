@@ -20,14 +20,14 @@ class MultiMetadata(KVConnectorMetadata):
 
     Args:
         children: metadata of each child.
-        saving: ended requests, and the children that still read their blocks.
+        stores_in_flight: ended requests, and the children that still read their blocks.
         step: number of the step.
         is_measured: whether workers must report the end of the step.
         sync_children: children that load in this step before its forward pass. Workers time these loads.
     """
 
     children: tuple[KVConnectorMetadata, ...]
-    saving: dict[str, frozenset[int]] = field(default_factory=dict)
+    stores_in_flight: dict[str, frozenset[int]] = field(default_factory=dict)
     step: int = 0
     is_measured: bool = False
     sync_children: frozenset[int] = frozenset()

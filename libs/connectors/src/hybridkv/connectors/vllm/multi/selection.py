@@ -193,7 +193,7 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMarks:
+class StepMetadata:
     """Step data for the workers: step number, whether to report the end, and children with synchronous loads."""
 
     step: int
@@ -432,7 +432,7 @@ class Selector:
 
     # Events of a step.
 
-    def plan_step(self, scheduler_output: SchedulerOutput) -> StepMarks:
+    def plan_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Handles the plan of a step."""
         self._step += 1
         if self._prefill_stops is not None:
@@ -440,7 +440,7 @@ class Selector:
         sync_children = self._loads.scheduled(scheduler_output.num_scheduled_tokens, self._step)
         if self._estimator is not None:
             self._estimator.step_planned(self._step, scheduler_output, bool(sync_children))
-        return StepMarks(self._step, bool(sync_children) or self._estimator is not None, sync_children)
+        return StepMetadata(self._step, bool(sync_children) or self._estimator is not None, sync_children)
 
     def step_ended(self, step: int, sync_load_seconds: dict[int, float], output: KVConnectorOutput) -> None:
         """Handles the end of a step and of its synchronous loads on all ranks."""

@@ -58,7 +58,7 @@ class SyncLoadTimer:
         return seconds
 
 
-class SchedulerSaves:
+class SchedulerStoresInFlight:
     """Ended requests with blocks that children still read, in the scheduler's process."""
 
     def __init__(self) -> None:
@@ -82,15 +82,15 @@ class SchedulerSaves:
         return ended
 
 
-class WorkerSaves:
+class WorkerStoresInFlight:
     """Ended requests with blocks that children still read, on one rank."""
 
     def __init__(self) -> None:
         self._reading: dict[str, set[int]] = {}
 
-    def begin(self, saving: Mapping[str, frozenset[int]]) -> None:
+    def begin(self, stores: Mapping[str, frozenset[int]]) -> None:
         """Adds ended requests and the children that still read their blocks."""
-        for request_id, children in saving.items():
+        for request_id, children in stores.items():
             self._reading.setdefault(request_id, set()).update(children)
 
     def end(self, child: int, request_ids: Iterable[str]) -> set[str]:
@@ -113,7 +113,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def _set_children(self, children: Sequence[Child]) -> None:
         self._children = tuple(children)
         self._connectors = [child.connector for child in children]
-        self._worker_saves = WorkerSaves()
+        self._worker_stores = WorkerStoresInFlight()
         self._timer = SyncLoadTimer(time.monotonic)
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
@@ -153,7 +153,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         metadata = _as_multi_metadata(connector_metadata)
         super().bind_connector_metadata(metadata)
-        self._worker_saves.begin(metadata.saving)
+        self._worker_stores.begin(metadata.stores_in_flight)
         self._timer.begin(metadata.sync_children)
         for each, child_metadata in zip(self._connectors, metadata.children, strict=True):
             each.bind_connector_metadata(child_metadata)
@@ -206,7 +206,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
             results = each.get_transfer_results(finished_req_ids)
             combined.finished_recving |= results.finished_recving
             combined.failed_recving |= results.failed_recving
-            combined.finished_sending |= self._worker_saves.end(position, results.finished_sending)
+            combined.finished_sending |= self._worker_stores.end(position, results.finished_sending)
         return combined
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -11,7 +11,7 @@ import msgspec
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.hosts import AllowedHosts, default_hosts, is_any
+from hybridkv.connectors.hosts import AllowedHosts, default_hosts, is_wildcard
 from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 MAX_LEASES = 1 << 16
@@ -148,7 +148,7 @@ def _require_advertised(listen: ListenConfig) -> None:
     if listen.advertise is not None and not listen.advertise.strip():
         hint = "leave it out if it equals listen.host"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address or a name", "nothing", hint)
-    if is_any(listen.advertised):
+    if is_wildcard(listen.advertised):
         got = repr(listen.advertise) if listen.advertise else f"nothing, and {listen.host!r} for listen.host"
         hint = "name the address at which consumers reach this host; no consumer can connect to a wildcard address"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address that consumers reach", got, hint)

@@ -87,7 +87,7 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
             room = _room(vllm_config, self._layout)
             hosts = self._config.hosts
             self._scheduler = NixlScheduler(self._layout, terms, self._kv_role, hosts, room, self._metrics)
-            self._scheduler.distrust(suspect_groups("HybridNixlConnector", vllm_config, self._layout))
+            self._scheduler.set_suspect_groups(suspect_groups("HybridNixlConnector", vllm_config, self._layout))
             _announce(vllm_config, self._config, terms, self._layout)
         else:
             settings = WorkerSettings(

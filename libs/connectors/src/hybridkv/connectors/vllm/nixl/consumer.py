@@ -107,7 +107,7 @@ class Consumer:
         return num_tokens
 
     def _refuse(self, request: Request, why: ParamsError | str) -> None:
-        self._metrics.prompt("refused")
+        self._metrics.count_prompt("refused")
         logger.warning("request %s is computed instead of loaded: %s", printable(request.request_id), why)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
@@ -145,7 +145,7 @@ class Consumer:
         if num_external_tokens == 0:
             self._end(read, plan)
             if read.usable_tokens:
-                self._metrics.prompt("held_already")
+                self._metrics.count_prompt("held_already")
             return None
         read.stage = RemoteLoadStage.LOADING
         self._room.take(request.request_id, request.num_tokens)
@@ -166,9 +166,9 @@ class Consumer:
                 continue
             read.stage = RemoteLoadStage.OVER
             read.skip_once = name in failed
-            self._metrics.prompt(_outcome(read.request, name in failed))
+            self._metrics.count_prompt(_outcome(read.request, name in failed))
             if read.request.is_finished():
-                self._room.give_back((name,))
+                self._room.release((name,))
                 del self._loads[name]
             elif name in failed:
                 self._room.fail(name, read.request.num_tokens)
@@ -183,12 +183,12 @@ class Consumer:
             return
         if read.stage is RemoteLoadStage.WAITING:
             self._end(read, plan)
-        self._room.give_back((request.request_id,))
+        self._room.release((request.request_id,))
         del self._loads[request.request_id]
 
     def on_scheduled(self, request_ids: Iterable[str]) -> None:
         """Handles requests that run in this step. These requests have their blocks, so they no longer need room."""
-        self._room.give_back(request_ids)
+        self._room.release(request_ids)
 
     def _end(self, read: _RemoteLoad, plan: NixlStepPlan) -> None:
         read.stage = RemoteLoadStage.OVER

@@ -127,7 +127,7 @@ class NixlStepOutcome(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> NixlStepOutcome:
         if not isinstance(other, NixlStepOutcome):
-            raise TypeError(f"expected StepOutcome, got {type(other).__name__}")
+            raise TypeError(f"expected NixlStepOutcome, got {type(other).__name__}")
         failures = dict(self.load_failures)
         for request_id, theirs in other.load_failures.items():
             failures[request_id] = failures.get(request_id, ()) + theirs

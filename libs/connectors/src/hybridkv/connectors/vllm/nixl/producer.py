@@ -67,9 +67,9 @@ class Producer:
         self._slots = LeaseSlots(terms.max_leases, terms.new_nonce)
         self._offered: set[str] = set()
         self._shortened: set[str] = set()
-        self.saving = HostCopyTracker(groups) if terms.saves else None
+        self.host_copies = HostCopyTracker(groups) if terms.saves else None
         """Tracks copies to host memory; None if peers read the engine's memory."""
-        self.wrong = CorruptBlocks([group.block_tokens for group in groups], metrics)
+        self.corrupt_blocks = CorruptBlocks([group.block_tokens for group in groups], metrics)
         """Tracks corrupt blocks of the engine and requests that resumed from them."""
         self.ranks: tuple[RankAddress, ...] = ()
         """Addresses of this engine's ranks; empty until all are known."""
@@ -96,11 +96,11 @@ class Producer:
             return
         lease = self._slots.issue(name)
         if lease is None:
-            self._metrics.lease("no_room")
+            self._metrics.count_lease("no_room")
             return
         plan.opened.append(OpenedLease(name, lease))
-        if self.saving is not None:
-            self.saving.begin(request)
+        if self.host_copies is not None:
+            self.host_copies.begin(request)
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]], plan: NixlStepPlan
@@ -117,12 +117,12 @@ class Producer:
         if lease is None:
             return False, None
         num_tokens = request.num_computed_tokens
-        is_saved = self.saving is None or self.saving.end(request) >= num_tokens
-        is_correct = name not in self.wrong.misled
+        is_saved = self.host_copies is None or self.host_copies.end(request) >= num_tokens
+        is_correct = name not in self.corrupt_blocks.misled
         if not (_has_ended_well(request) and num_tokens and is_saved and is_correct and self.ranks):
             self._slots.retire(name)
             plan.dropped.append(name)
-            self._metrics.lease("dropped")
+            self._metrics.count_lease("dropped")
             return False, None
         self._offered.add(name)
         tables = offered(self._groups, block_ids, num_tokens)

@@ -69,12 +69,12 @@ class NixlScheduler:
         """Takes the engine's block pool."""
         self._room.pool = pool
         if self._producer is not None:
-            self._producer.wrong.bind(pool)
+            self._producer.corrupt_blocks.bind(pool)
 
-    def distrust(self, groups: SuspectGroups) -> None:
+    def set_suspect_groups(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
         if self._producer is not None:
-            self._producer.wrong.suspects = groups
+            self._producer.corrupt_blocks.suspects = groups
 
     def track(self, request: Request) -> None:
         """Handles a new request."""
@@ -94,7 +94,7 @@ class NixlScheduler:
         if self._consumer is not None:
             load = self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
             if load is not None and self._producer is not None:
-                self._producer.wrong.mark_loaded(blocks, load.computed_tokens)
+                self._producer.corrupt_blocks.mark_loaded(blocks, load.computed_tokens)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of the request; see `Producer.finish`."""
@@ -107,10 +107,10 @@ class NixlScheduler:
         plan, self._plan = self._plan, NixlStepPlan()
         if self._producer is not None:
             tables = compat.block_tables(scheduler_output)
-            self._producer.wrong.follow_step(scheduler_output, tables)
-            if self._producer.saving is not None:
-                self._producer.saving.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
-                plan.host_copies = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
+            self._producer.corrupt_blocks.follow_step(scheduler_output, tables)
+            if self._producer.host_copies is not None:
+                self._producer.host_copies.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
+                plan.host_copies = self._producer.host_copies.of_step(scheduler_output.num_scheduled_tokens, tables)
         if self._consumer is not None:
             self._consumer.on_scheduled(scheduler_output.num_scheduled_tokens)
         return plan
@@ -133,4 +133,4 @@ class NixlScheduler:
     def record_leases(self) -> None:
         """Records the number of requests with held blocks."""
         if self._producer is not None:
-            self._metrics.held(self._producer.num_offered)
+            self._metrics.set_held(self._producer.num_offered)

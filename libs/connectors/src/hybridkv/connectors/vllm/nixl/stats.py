@@ -18,34 +18,34 @@ class NixlMetrics:
         self._lock = threading.Lock()
         self._counts = Counts()
 
-    def prompt(self, outcome: str) -> None:
+    def count_prompt(self, outcome: str) -> None:
         """Counts a request with a remote prompt: "loaded", "held_already", "refused", "failed", or "cancelled"."""
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_prompts_total", 1, outcome=outcome)
 
-    def lease(self, outcome: str) -> None:
+    def count_lease(self, outcome: str) -> None:
         """Counts an ended lease as "done", "expired" or "dropped", and a refused lease as "no_room"."""
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_leases_total", 1, outcome=outcome)
 
-    def misled(self, cause: str) -> None:
+    def count_misled(self, cause: str) -> None:
         """Counts a request that resumed from a corrupt block; the producer does not hand over such a request."""
         with self._lock:
             self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
 
-    def held(self, num_leases: int) -> None:
+    def set_held(self, num_leases: int) -> None:
         """Sets the current number of requests with blocks held for consumers."""
         with self._lock:
             self._counts.set("vllm:hybridkv_peer_leases_held", num_leases)
 
-    def read(self, seconds: float, num_bytes: int, num_descriptors: int) -> None:
+    def count_read(self, seconds: float, num_bytes: int, num_descriptors: int) -> None:
         """Counts a complete, checked read of one request on this rank."""
         with self._lock:
             self._counts.observe("vllm:hybridkv_peer_read_seconds", seconds)
             self._counts.add("vllm:hybridkv_peer_read_bytes_total", num_bytes)
             self._counts.add("vllm:hybridkv_peer_read_descriptors_total", num_descriptors)
 
-    def failure(self, reason: str) -> None:
+    def count_failure(self, reason: str) -> None:
         """Counts a failed read of one request on this rank."""
         reason = reason if reason in PEER_FAILURES else "other"
         with self._lock:

@@ -151,7 +151,7 @@ class OffloadBuilder:
         )
         if inputs.config.checkpoints != "off" and has_states(inputs.layout):
             scheduler.bind_checkpoints(self._checkpoints(stack))
-        scheduler.distrust(suspect_groups("HybridOffloadConnector", inputs.vllm_config, inputs.layout))
+        scheduler.set_suspect_groups(suspect_groups("HybridOffloadConnector", inputs.vllm_config, inputs.layout))
         scheduler.set_keep_share(inputs.config.keep_share)
         if inputs.config.peer is not None:
             scheduler.allow_hinted_peers(tiers.hinted_peers(inputs.config.peer))
@@ -162,10 +162,10 @@ class OffloadBuilder:
         inputs, config = self._inputs, self._inputs.config
         options = CheckpointOptions(
             max_stops=config.checkpoint_stops,
-            has_answers=config.checkpoint_answers and not compat.drafts(inputs.vllm_config),
+            has_answers=config.checkpoint_answers and not compat.uses_speculative_decoding(inputs.vllm_config),
             step_tokens=max(1, round(STEP_S * (config.compute_tokens_per_second or FIRST_TOKENS_PER_S))),
             cut_tokens=compat.prefill_cut_tokens(inputs.vllm_config),
-            has_drafts=compat.drafts(inputs.vllm_config),
+            has_drafts=compat.uses_speculative_decoding(inputs.vllm_config),
         )
         return Checkpoints(
             inputs.layout,

@@ -123,7 +123,7 @@ class AnswerStates:
             return
         tracked.checkpoint_state.newest_tokens = newest
         if before > tracked.request.num_prompt_tokens:
-            tracked.path.drop([(group, before) for group in self._groups])
+            tracked.chain.drop([(group, before) for group in self._groups])
             for key in self._keys(tracked, before):
                 self._stack.withdraw(key)
             self._metrics.superseded()

@@ -88,7 +88,7 @@ class HybridOffloadConnector(StoreConnector):
             self._worker = OffloadWorker(layout, arena, paths, self._metrics, config.verify_ram)
             if config.secondary:
                 self._worker.bind_secondary_tiers(
-                    tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)
+                    tiers.medium_openers(config, compat.rank(vllm_config), arena), tiers.tiers_opened_at_start(config)
                 )
         mark_live(self)
 
@@ -119,7 +119,7 @@ class HybridOffloadConnector(StoreConnector):
             raise RuntimeError("a worker's method was called on the scheduler side of HybridOffloadConnector")
         self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device)
         if self._worker.has_secondary_tiers:
-            self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
+            self._worker.set_facts(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -39,7 +39,7 @@ _PAGE = "docs/guides/hints.md"
 _PEERS_PAGE = "docs/guides/routers.md"
 
 
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _RawHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hints as a client writes them."""
 
     store: bool = True
@@ -49,7 +49,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HINTED_PEERS)] = ()
 
 
-_NAMES = [field.encode_name for field in msgspec.structs.fields(_Said)]
+_NAMES = [field.encode_name for field in msgspec.structs.fields(_RawHints)]
 
 
 class HintReader:
@@ -82,14 +82,14 @@ class HintReader:
             what = type(error).__name__
             self._refuse(request, ConfigurationError(compat.HINTS_KEY, "hints", what, f"see {_PAGE}"))
             return NO_HINTS
-        for name, is_said in (
+        for name, is_set in (
             ("no_store", not hints.store),
             ("no_load", not hints.load),
             ("keep", hints.keep_seconds),
             ("prefetch", hints.prefetch),
             ("peers", hints.peers),
         ):
-            if is_said:
+            if is_set:
                 self._metrics.hint(name)
         return hints
 
@@ -138,7 +138,7 @@ def parse(path: str, said: Any) -> Hints:
             word = printable(key)
             raise ConfigurationError(f"{path}.{word}", "a known key", "an unknown one", did_you_mean(word, _NAMES))
     try:
-        read = msgspec.convert(dict(said), _Said, strict=True)
+        read = msgspec.convert(dict(said), _RawHints, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, said, path, _CHOICES, _PAGE) from None
     peers = tuple(_address(f"{path}.peers[{i}]", peer) for i, peer in enumerate(read.peers))
@@ -154,12 +154,12 @@ def _address(path: str, text: str) -> tuple[str, int]:
     return normal, port
 
 
-def _merge(all_said: list[Hints]) -> Hints:
+def _merge(all_hints: list[Hints]) -> Hints:
     """Merges several objects of hints. `store` and `load` are True only if all are True."""
     return Hints(
-        store=all(hints.store for hints in all_said),
-        load=all(hints.load for hints in all_said),
-        keep_seconds=max(hints.keep_seconds for hints in all_said),
-        prefetch=any(hints.prefetch for hints in all_said),
-        peers=tuple(dict.fromkeys(peer for hints in all_said for peer in hints.peers))[:MAX_HINTED_PEERS],
+        store=all(hints.store for hints in all_hints),
+        load=all(hints.load for hints in all_hints),
+        keep_seconds=max(hints.keep_seconds for hints in all_hints),
+        prefetch=any(hints.prefetch for hints in all_hints),
+        peers=tuple(dict.fromkeys(peer for hints in all_hints for peer in hints.peers))[:MAX_HINTED_PEERS],
     )

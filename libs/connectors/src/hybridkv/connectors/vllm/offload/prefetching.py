@@ -74,7 +74,7 @@ class Prefetcher:
         elif len(self._waiting) >= MAX_WAITING:
             self._metrics.prefetch(PrefetchResult.CROWDED)
         else:
-            waiting = _Waiting(self._requests.beside(request), self._clock())
+            waiting = _Waiting(self._requests.untracked_copy(request), self._clock())
             if not self._try(waiting, most_bytes):
                 self._waiting.append(waiting)
 
@@ -105,7 +105,7 @@ class Prefetcher:
             return True
         waiting.generation = self._stack.generation
         found = self._find(tracked, UnansweredIsMiss(self._stack) if self._stack.has_async_lookups else self._stack)
-        if not found.is_whole and self._may_hear_of_more(waiting, found, now_s):
+        if not found.is_whole and self._may_find_more(waiting, found, now_s):
             return False
         if found.parts:
             keys = tracked.keys()
@@ -114,7 +114,7 @@ class Prefetcher:
             self._metrics.prefetch(PrefetchResult.NOTHING)
         return True
 
-    def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
+    def _may_find_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
         """Whether answers of async lookups may still make the prefix longer. The first call sends the lookups."""
         if waiting.lookup_deadline_s is None:
             waiting.lookup_deadline_s = now_s + self._stack.lookup_wait_s

@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 """Sizes of host memory, as multiples of the configured one."""
-MOST: Final = 0.95
+REPORTED_SHARE: Final = 0.95
 """Share of the reused tokens for which the needed size of host memory is reported."""
 RECORD_S: Final = 1.0
 """Shortest time between two updates of the gauges."""
@@ -100,7 +100,7 @@ class ReuseMeter:
 
     def _use(self, tracked: TrackedRequest) -> None:
         self._admitted.discard(tracked.request_id)
-        chunk_tokens, keys = self._spec.chunk_tokens, tracked.path.keys
+        chunk_tokens, keys = self._spec.chunk_tokens, tracked.chain.keys
         if keys:
             whole = [(part[0], key) for part, key in keys.items() if part[1] % chunk_tokens == 0]
             chunks = [key for group, key in whole if group == self._attention]
@@ -151,4 +151,4 @@ class ReuseMeter:
 
     def _needed_bytes(self, report: ReuseReport) -> int:
         """Host memory for most reused tokens, over all ranks; 0 if nothing is reused, or if it is above all sizes."""
-        return round((report.bytes_for(MOST) or 0.0) * self._num_ranks)
+        return round((report.bytes_for(REPORTED_SHARE) or 0.0) * self._num_ranks)

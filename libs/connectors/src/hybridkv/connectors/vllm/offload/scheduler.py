@@ -74,7 +74,7 @@ class OffloadScheduler:
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
         self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
-        local.is_wrong = self._corrupt_blocks.is_corrupt
+        local.is_corrupt = self._corrupt_blocks.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, metrics, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, metrics, self._keeper)
@@ -113,7 +113,7 @@ class OffloadScheduler:
         """Sets the hosts and ports that hints may name as peers; by default none."""
         self._hints.allows_peer = allows
 
-    def distrust(self, groups: SuspectGroups) -> None:
+    def set_suspect_groups(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
         self._corrupt_blocks.suspects = groups
 
@@ -129,7 +129,7 @@ class OffloadScheduler:
         tracked = self._requests.track(request)
         if tracked is not known and self._kv_role.loads:
             if tracked.hints.prefetch:
-                self._prefetcher.begin(request, self._keeper.near_bytes_left)
+                self._prefetcher.begin(request, self._keeper.ram_bytes_left)
             elif self._may_look_up(tracked):
                 self._loads.lookups.enqueue(tracked)
         return tracked
@@ -181,7 +181,7 @@ class OffloadScheduler:
         if self._checkpoints is not None and tracked.last_reply is not None:
             self._checkpoints.on_admitted(tracked, num_external_tokens)
         if self._events is not None:
-            self._events.met(tracked)
+            self._events.on_admitted(tracked)
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
@@ -199,7 +199,7 @@ class OffloadScheduler:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
         self._keeper.renew()
-        self._prefetcher.advance(self._keeper.near_bytes_left)
+        self._prefetcher.advance(self._keeper.ram_bytes_left)
         stores, self._planned_stores = self._planned_stores, []
         stores += self._plan_stores(scheduler_output, set(preempted))
         for request_id in scheduler_output.num_scheduled_tokens:

@@ -23,7 +23,7 @@ from hybridkv.connectors.config import (
     parse_address,
 )
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.hosts import AllowedHosts, is_any, normal_host
+from hybridkv.connectors.hosts import AllowedHosts, is_wildcard, normal_host
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.errors import PeersConfigurationError
@@ -51,7 +51,7 @@ _FIELDS = {"capacity_bytes": "capacity"}
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class IndexInputs:
     """Arguments of a secondary tier's index, besides the tier's configuration.
 
     Args:
@@ -70,7 +70,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPart:
+class MediumInputs:
     """Arguments of a secondary tier's medium, besides the tier's configuration.
 
     Args:
@@ -136,9 +136,9 @@ def require_host(config: OffloadConfig) -> None:
                     require_directory(tier.path)
                 case PeerTierConfig():
                     _require_nixl()
-                    _neighbourhood(tier)
+                    _peer_addresses(tier)
                 case ObjectTierConfig():
-                    _depot(tier).require_host()
+                    _store_location(tier).require_host()
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
 
@@ -190,7 +190,7 @@ def secondary_tiers(
         )
         burst_bytes = int(options.cascading_share * primary.capacity_bytes) * layout.world_size
         try:
-            index = open_index(tier, Setting(layout, fingerprint, burst_bytes, primary, options.load_timeout_s))
+            index = open_index(tier, IndexInputs(layout, fingerprint, burst_bytes, primary, options.load_timeout_s))
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
         if tier.lookup_timeout_seconds is not None and not index.has_async_lookups:
@@ -211,7 +211,7 @@ def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) ->
     return ConfigurationError(path, error.expected, repr(error.got), error.hint)
 
 
-def open_index(tier: SecondaryTierConfig, setting: Setting) -> TierIndex:
+def open_index(tier: SecondaryTierConfig, inputs: IndexInputs) -> TierIndex:
     """Opens the index of a secondary tier.
 
     Raises:
@@ -219,24 +219,24 @@ def open_index(tier: SecondaryTierConfig, setting: Setting) -> TierIndex:
     """
     match tier:
         case DiskTierConfig():
-            return disk_index(tier, setting)
+            return disk_index(tier, inputs)
         case PeerTierConfig():
-            assert setting.primary is not None
-            return peer_index(tier, setting.primary, setting.fingerprint, setting.load_timeout_s, clock)
+            assert inputs.primary is not None
+            return peer_index(tier, inputs.primary, inputs.fingerprint, inputs.load_timeout_s, clock)
         case ObjectTierConfig():
-            return object_index(tier, setting.layout, setting.fingerprint, setting.load_timeout_s, clock)
+            return object_index(tier, inputs.layout, inputs.fingerprint, inputs.load_timeout_s, clock)
     raise AssertionError(f"no index for {type(tier).__name__}")
 
 
-def open_medium(tier: SecondaryTierConfig, namespace: bytes, worker: WorkerPart) -> TierMedium:
+def open_medium(tier: SecondaryTierConfig, namespace: bytes, inputs: MediumInputs) -> TierMedium:
     """Opens the medium of a secondary tier for one worker."""
     match tier:
         case DiskTierConfig():
-            return disk_medium(tier, namespace, worker.rank)
+            return disk_medium(tier, namespace, inputs.rank)
         case PeerTierConfig():
-            return peer_medium(tier, worker.arena, namespace, worker.rank, worker.load_timeout_s, clock)
+            return peer_medium(tier, inputs.arena, namespace, inputs.rank, inputs.load_timeout_s, clock)
         case ObjectTierConfig():
-            return object_medium(tier, worker.rank, worker.load_timeout_s)
+            return object_medium(tier, inputs.rank, inputs.load_timeout_s)
     raise AssertionError(f"no medium for {type(tier).__name__}")
 
 
@@ -267,30 +267,30 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
             )
 
 
-def opened_at_once(config: OffloadConfig) -> frozenset[str]:
+def tiers_opened_at_start(config: OffloadConfig) -> frozenset[str]:
     """Names of the tiers that a worker opens before their first move, because other engines read from them."""
     return frozenset(config.secondary) & {"peer"}
 
 
-def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
+def medium_openers(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
     """Functions that open a worker's media of the secondary tiers, by tier name. Each takes the namespace. `arena` is
     the worker's part of the primary tier."""
 
     def opener(tier: SecondaryTierConfig) -> Callable[[bytes], TierMedium]:
-        worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
-        return lambda namespace: open_medium(tier, namespace, worker)
+        inputs = MediumInputs(rank, arena, config.load_timeout_of(tier))
+        return lambda namespace: open_medium(tier, namespace, inputs)
 
     return {name: opener(tier) for name, tier in config.secondary.items()}
 
 
-def disk_index(config: DiskTierConfig, setting: Setting) -> DiskIndex:
+def disk_index(config: DiskTierConfig, inputs: IndexInputs) -> DiskIndex:
     """Index of the disk tier.
 
     Raises:
         TierConfigurationError: the directory or the size cannot be used.
     """
-    options = _disk_options(config, max(_chunk_bytes(setting.layout)), setting.burst_bytes)
-    return DiskIndex(config.path, setting.fingerprint, options)
+    options = _disk_options(config, max(_chunk_bytes(inputs.layout)), inputs.burst_bytes)
+    return DiskIndex(config.path, inputs.fingerprint, options)
 
 
 def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:
@@ -321,7 +321,7 @@ def peer_index(
         TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address cannot be bound.
     """
     _require_nixl()
-    return peer_tier.open_index(_neighbourhood(config), ram, fingerprint, _peer_options(load_timeout_s), clock)
+    return peer_tier.open_index(_peer_addresses(config), ram, fingerprint, _peer_options(load_timeout_s), clock)
 
 
 def peer_medium(
@@ -337,7 +337,7 @@ def peer_medium(
     Raises:
         TierConfigurationError: as in `peer_index`.
     """
-    return peer_tier.open_medium(_neighbourhood(config), memory, namespace, rank, _peer_options(load_timeout_s), clock)
+    return peer_tier.open_medium(_peer_addresses(config), memory, namespace, rank, _peer_options(load_timeout_s), clock)
 
 
 def _require_nixl() -> None:
@@ -352,7 +352,7 @@ def _peer_options(load_timeout_s: float) -> PeerOptions:
     return PeerOptions(load_timeout_s=load_timeout_s, lease_s=max(PeerOptions().lease_s, 2 * load_timeout_s))
 
 
-def _neighbourhood(config: PeerTierConfig) -> PeerAddresses:
+def _peer_addresses(config: PeerTierConfig) -> PeerAddresses:
     try:
         secret = read_secret(config.secret_file) if config.secret_file is not None else NO_SECRET
     except PeersConfigurationError as error:
@@ -371,7 +371,7 @@ def hinted_peers(config: PeerTierConfig) -> Callable[[tuple[str, int]], bool]:
     """Returns a function of (host, port): True if hints may name this peer. The peer must be listed, or its host
     allowed. Does not resolve names. A wildcard address is not an allowed host, even in an allowed network."""
     listed, hosts = frozenset(_listed_peers(config)), AllowedHosts(config.allowed_hosts)
-    return lambda address: address in listed or (address[0] in hosts and not is_any(address[0]))
+    return lambda address: address in listed or (address[0] in hosts and not is_wildcard(address[0]))
 
 
 def _transport(name: str) -> Transport:
@@ -394,7 +394,7 @@ def object_index(
         TierConfigurationError: the store cannot be used, or a file cannot be read.
     """
     return object_tier.open_index(
-        _depot(config),
+        _store_location(config),
         fingerprint.digest(),
         layout.world_size,
         msgspec.structs.replace(
@@ -417,7 +417,7 @@ def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) ->
     Raises:
         TierConfigurationError: a file cannot be read.
     """
-    return object_tier.open_medium(_depot(config), rank, _object_options(config, load_timeout_s))
+    return object_tier.open_medium(_store_location(config), rank, _object_options(config, load_timeout_s))
 
 
 def _object_options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOptions:
@@ -428,7 +428,7 @@ def _object_options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOp
     return msgspec.structs.replace(options, request_timeout_s=min(options.request_timeout_s, load_timeout_s))
 
 
-def _depot(config: ObjectTierConfig) -> StoreLocation:
+def _store_location(config: ObjectTierConfig) -> StoreLocation:
     settings = {} if config.credentials_file is None else _read_settings(config.credentials_file)
     settings |= {} if config.endpoint is None else {"endpoint": config.endpoint}
     settings |= {} if config.region is None else {"region": config.region}

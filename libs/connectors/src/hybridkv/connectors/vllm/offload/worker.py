@@ -20,7 +20,7 @@ from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory
-from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
+from hybridkv.connectors.vllm.common.copies.proof import prove_copies_at_start
 from hybridkv.connectors.vllm.common.copies.ram_checks import RamChecks, VerifyRam, choose_verify_ram
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
@@ -114,7 +114,7 @@ class OffloadWorker(RankWorker):
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
         sizes = (self._layout.largest_chunk_bytes(index) for index in memory.pages)
         chunk_sizes = [size for size in sizes if size]
-        rates = prove_at_start(memory, self._arena, self._paths, device, chunk_sizes)
+        rates = prove_copies_at_start(memory, self._arena, self._paths, device, chunk_sizes)
         is_overlapped = not isinstance(self._paths.loads, InlineCopyEngine)
         chosen = choose_verify_ram(self._verify_ram, rates, is_overlapped=is_overlapped)
         self._ram_checks = RamChecks(self._arena, chosen)

@@ -54,7 +54,7 @@ def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozen
     return larger
 
 
-def misfiled_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
+def groups_with_misfiled_states(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
     """RECURRENT groups with blocks inside which the engine may end a prefill."""
     cut_tokens = compat.prefill_cut_tokens(vllm_config)
     return frozenset(
@@ -70,11 +70,11 @@ class SuspectGroups:
 
     Args:
         partly_copied: groups with blocks that the engine may copy only in part.
-        misfiled: RECURRENT groups with blocks inside which a prefill may end.
+        with_misfiled_states: RECURRENT groups with blocks inside which a prefill may end.
     """
 
     partly_copied: frozenset[int] = frozenset()
-    misfiled: frozenset[int] = frozenset()
+    with_misfiled_states: frozenset[int] = frozenset()
 
 
 def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> SuspectGroups:
@@ -88,12 +88,12 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
     warning = misfiled_warning(connector, vllm_config, layout)
     if warning:
         logger.warning("%s", warning)
-    return SuspectGroups(partly_copied_groups(vllm_config, layout), misfiled_groups(vllm_config, layout))
+    return SuspectGroups(partly_copied_groups(vllm_config, layout), groups_with_misfiled_states(vllm_config, layout))
 
 
 def misfiled_warning(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> str:
     """Warning about misfiled states; "" if this engine has none. Arguments as for `suspect_groups`."""
-    misfiled = misfiled_groups(vllm_config, layout)
+    misfiled = groups_with_misfiled_states(vllm_config, layout)
     if not misfiled:
         return ""
     sizes = ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled))
@@ -109,7 +109,7 @@ def misfiled_warning(connector: str, vllm_config: VllmConfig, layout: CacheLayou
 class MisledCounter(Protocol):
     """Counts requests that continue from a corrupt block."""
 
-    def misled(self, cause: str) -> None: ...
+    def count_misled(self, cause: str) -> None: ...
 
 
 class CorruptBlocks:
@@ -169,7 +169,7 @@ class CorruptBlocks:
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
-        misfiled = self._misfiled(output) if self.suspects.misfiled else ()
+        misfiled = self._misfiled(output) if self.suspects.with_misfiled_states else ()
         if not copies and not misfiled and not self._corrupt:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
@@ -208,7 +208,7 @@ class CorruptBlocks:
             blocks += [
                 block_id
                 for group, block_id, boundary in states
-                if group in self.suspects.misfiled and start < boundary < end
+                if group in self.suspects.with_misfiled_states and start < boundary < end
             ]
         return blocks
 
@@ -244,7 +244,7 @@ class CorruptBlocks:
             return
         self._misled[request_id] = [computed_tokens // block_tokens for block_tokens in self._block_tokens]
         self._record(request_id, table)
-        self._metrics.misled(cause)
+        self._metrics.count_misled(cause)
         self._warn(request_id, cause)
 
     def _cause(

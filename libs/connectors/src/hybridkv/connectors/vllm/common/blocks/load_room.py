@@ -58,7 +58,7 @@ class LoadRoom:
         if self._admission is not None:
             self._admission.fail(request_id, num_tokens)
 
-    def give_back(self, request_ids: Iterable[str]) -> None:
+    def release(self, request_ids: Iterable[str]) -> None:
         """Releases the blocks of requests that were scheduled or have ended."""
         if self._admission is None:
             return

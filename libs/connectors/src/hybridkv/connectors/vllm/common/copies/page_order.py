@@ -48,12 +48,12 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
         # In (blocks, tokens, content), tokens are outermost in a block, so a split does not change the order.
         if layer.token_dim is None and (cache.dim() != 3 or layer.block_dim != 0):
             raise ConfigurationError(
-                "tiers[1]",
+                "block_size",
                 "an engine with one order of bytes in its blocks",
                 f"kernel blocks smaller than the manager's in a tensor of an unknown shape ({layer.name}: "
                 f"{tuple(cache.shape)}, {num_blocks} blocks)",
-                "another attention backend might read them wrongly from disk: use a block size that the backend does "
-                "not split, or no disk tier",
+                "another attention backend might read the stored bytes wrongly: use a block size that the backend does "
+                "not split, or store in host memory only",
             )
 
 

@@ -71,8 +71,8 @@ class CopyRates:
             concurrent copies. Loads and stores compute checksums beside the copies of other jobs, so a rate below the
             link's limits both.
         seconds: duration of the proof.
-        untried: "loads", "stores": directions with an untested fence, because compute always ended before the copy was
-            submitted.
+        untested_fences: "loads", "stores": directions with an untested fence, because compute always ended before the
+            copy was submitted.
     """
 
     num_pages: int
@@ -81,10 +81,10 @@ class CopyRates:
     load_bytes_per_s: float
     checksum_bytes_per_s: float
     seconds: float
-    untried: tuple[str, ...]
+    untested_fences: tuple[str, ...]
 
 
-def prove_at_start(
+def prove_copies_at_start(
     memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device, chunk_sizes: Sequence[int] = ()
 ) -> CopyRates | None:
     """Proves the copies of a GPU, logs their rates and returns the rates. On a CPU does nothing and returns None.
@@ -114,7 +114,9 @@ def prove_at_start(
         rates.num_pages,
         ", ".join(map(str, rates.page_sizes)),
         rates.seconds,
-        f"; fences of {' and '.join(rates.untried)} were not tried: compute was too short" if rates.untried else "",
+        f"; fences of {' and '.join(rates.untested_fences)} were not tried: compute was too short"
+        if rates.untested_fences
+        else "",
     )
     return rates
 
@@ -158,9 +160,9 @@ def prove_copies(
     torch.cuda.empty_cache()
     proof.measure_checksums(chunk_sizes or [pages.block_bytes for pages in memory.pages.values()])
     seconds = paths.clock() - began_s
-    page_sizes, untried = tuple(sorted(sizes)), tuple(sorted(proof.untried))
+    page_sizes, untested = tuple(sorted(sizes)), tuple(sorted(proof.untested_fences))
     rates = proof.stores.bytes_per_s, proof.loads.bytes_per_s, proof.checksums.bytes_per_s
-    return CopyRates(num_pages, page_sizes, *rates, seconds, untried)
+    return CopyRates(num_pages, page_sizes, *rates, seconds, untested)
 
 
 @dataclass(slots=True)
@@ -272,7 +274,7 @@ class _Proof:
         self._job_ids = itertools.count(1)
         self._delay_cycles = DELAY_CYCLES
         self._was_pending = False
-        self.untried = {"stores", "loads"}
+        self.untested_fences = {"stores", "loads"}
         self.stores, self.loads, self.checksums = _ByteRate(), _ByteRate(), _ByteRate()
 
     def prove_group(self, blocks: _Blocks) -> list[int]:
@@ -292,7 +294,7 @@ class _Proof:
         while True:
             copy()
             if self._was_pending:
-                self.untried.discard(name)
+                self.untested_fences.discard(name)
                 return
             if self._delay_cycles >= MAX_DELAY_CYCLES:
                 return

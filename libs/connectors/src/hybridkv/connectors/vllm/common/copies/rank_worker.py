@@ -75,7 +75,7 @@ class Outcomes:
         """Records the end of a step that the scheduler measures."""
         self._outcome.measured_step = step
 
-    def tell(self, facts: dict[str, str]) -> None:
+    def set_facts(self, facts: dict[str, str]) -> None:
         """Sets the facts of this rank. The scheduler needs them before it opens a store that outlives the engine."""
         self._facts = facts
 
@@ -210,9 +210,9 @@ class RankWorker:
         self._copies = CopyJobs(paths, metrics)
         self._outcomes = Outcomes()
 
-    def tell(self, facts: dict[str, str]) -> None:
+    def set_facts(self, facts: dict[str, str]) -> None:
         """Sets the facts of this rank. The scheduler needs them before it opens a store that outlives the engine."""
-        self._outcomes.tell(facts)
+        self._outcomes.set_facts(facts)
 
     def take_facts(self) -> dict[str, str] | None:
         """Facts that were not taken yet; None if there are none."""

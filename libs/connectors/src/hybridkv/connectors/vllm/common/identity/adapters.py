@@ -46,7 +46,7 @@ Name = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """Version of a request's adapter at the request's admission; `Adapters.holds` tells whether it is still valid."""
+    """Version of a request's adapter at the request's admission. `Adapters.is_still_valid` checks it later."""
 
     name: Name
     signature: Signature
@@ -103,7 +103,7 @@ class Adapters:
         self._checker = BackgroundThread("hybridkv-adapter-looker")
         self._checking: Outcome[Signature] | None = None
 
-    def notice(self, lora: Any) -> None:
+    def on_request(self, lora: Any) -> None:
         """Records a request with this adapter. Checks and reads the adapter's files in the background."""
         adapter = self._adapter(lora)
         if adapter.content is None:
@@ -143,7 +143,7 @@ class Adapters:
         for adapter in self._adapters.values():
             adapter.keys = None
 
-    def holds(self, adapter_version: AdapterVersion | None) -> bool:
+    def is_still_valid(self, adapter_version: AdapterVersion | None) -> bool:
         """Whether the files, and the adapter of the number, are unchanged since the admission. Then the engine has
         computed with these files since the admission.
 

@@ -13,13 +13,13 @@ from blake3 import blake3
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts
 from hybridkv.connectors.vllm.common.identity.environment import environment_facts
-from hybridkv.connectors.vllm.common.identity.weights import Gathered, is_hidden, local_files, weights_facts
+from hybridkv.connectors.vllm.common.identity.weights import CollectedFacts, is_hidden, local_files, weights_facts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-def code_facts(vllm_config: VllmConfig, gathered: Gathered) -> None:
+def code_facts(vllm_config: VllmConfig, collected: CollectedFacts) -> None:
     """Adds a digest of the Python files of the model, and of its drafter, if `trust_remote_code` allows such code.
 
     Raises:
@@ -28,18 +28,18 @@ def code_facts(vllm_config: VllmConfig, gathered: Gathered) -> None:
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     for name, model in (("code.model", vllm_config.model_config), ("code.drafter", draft)):
         if model is not None and model.trust_remote_code:
-            _model(name, model, vllm_config.load_config.download_dir, gathered)
+            _model(name, model, vllm_config.load_config.download_dir, collected)
 
 
-def _model(name: str, model: ModelConfig, download_dir: str | None, gathered: Gathered) -> None:
+def _model(name: str, model: ModelConfig, download_dir: str | None, collected: CollectedFacts) -> None:
     for repository in sorted(set(_repositories(getattr(model.hf_config, "auto_map", None) or {}))):
         revision = model.code_revision or (model.revision if not repository else None)
         root = local_files(repository or model.model, revision, download_dir)
         at = f"{name}[{repository!r}]" if repository else name
         if root is None or not root.is_dir():
-            gathered.unrepeatable[at] = "the model's own code is not on this machine"
+            collected.unrepeatable[at] = "the model's own code is not on this machine"
         else:
-            gathered.facts[at] = _digest(root)
+            collected.facts[at] = _digest(root)
 
 
 def _repositories(auto_map: Any) -> Iterator[str]:
@@ -106,14 +106,14 @@ def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: Id
     facts = {VERSION: engine_version()}
     facts |= configuration_facts(vllm_config, config.identity_ignores)
     facts |= environment_facts(environ)
-    gathered = Gathered()
-    weights_facts(vllm_config, config.weights_digest, gathered)
-    code_facts(vllm_config, gathered)
-    _changing(vllm_config, gathered)
-    facts |= gathered.facts
-    if gathered.unrepeatable:
-        facts[NONCE] = f"{secrets.token_hex(16)}, for {', '.join(sorted(gathered.unrepeatable))}"
-    return EngineFacts(facts, gathered.unrepeatable)
+    collected = CollectedFacts()
+    weights_facts(vllm_config, config.weights_digest, collected)
+    code_facts(vllm_config, collected)
+    _add_runtime_reasons(vllm_config, collected)
+    facts |= collected.facts
+    if collected.unrepeatable:
+        facts[NONCE] = f"{secrets.token_hex(16)}, for {', '.join(sorted(collected.unrepeatable))}"
+    return EngineFacts(facts, collected.unrepeatable)
 
 
 def engine_version() -> str:
@@ -123,17 +123,17 @@ def engine_version() -> str:
     return ".".join(vllm.__version__.split(".")[:2])
 
 
-def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
+def _add_runtime_reasons(vllm_config: VllmConfig, collected: CollectedFacts) -> None:
     """Adds the reasons for content that depends on this process: on its first requests, or on other processes."""
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
-        gathered.unrepeatable["cache_config.calculate_kv_scales"] = (
+        collected.unrepeatable["cache_config.calculate_kv_scales"] = (
             "the scales of the cache come from the first batch of this process; use a checkpoint that has scales"
         )
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
-        gathered.unrepeatable["multimodal_config.mm_processor_cache_gb"] = (
+        collected.unrepeatable["multimodal_config.mm_processor_cache_gb"] = (
             "with 0 and without prefix caching the engine names images by a counter and not by their content"
         )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        gathered.unrepeatable["weight_transfer_config"] = "weights are sent to the running engine; no file has them"
+        collected.unrepeatable["weight_transfer_config"] = "weights are sent to the running engine; no file has them"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class CollectedFacts:
     """Facts that several functions collect.
 
     Args:
@@ -102,29 +102,29 @@ EXCLUDED_SETTINGS: Mapping[str, str] = {
 """JSON files beside the weights that are not in the fingerprint, each with its reason. Other JSON files are in it."""
 
 
-def weights_facts(vllm_config: VllmConfig, mode: str, gathered: Gathered) -> None:
+def weights_facts(vllm_config: VllmConfig, mode: str, collected: CollectedFacts) -> None:
     """Adds facts of the weights of the model and of its drafter.
 
     Args:
         vllm_config: final configuration.
         mode: "sampled", "full", or the operator's name of the weights; with a name, no file of the weights is read.
-        gathered: gets the facts.
+        collected: gets the facts.
 
     Raises:
         ConfigurationError: a file of the weights cannot be read.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if mode not in ("sampled", "full"):
-        gathered.facts["weights.named"] = digested(mode) if not mode.isprintable() else mode
+        collected.facts["weights.named"] = digested(mode) if not mode.isprintable() else mode
         return
-    _one("model", model, load, mode, gathered)
+    _one("model", model, load, mode, collected)
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is model or (draft.model, draft.revision) == (model.model, model.revision):
         # The drafter has no weights, or its weights are in the model's own files.
         return
     draft_load = getattr(speculative, "draft_load_config", None) or load
-    _one("drafter", draft, draft_load, mode, gathered)
+    _one("drafter", draft, draft_load, mode, collected)
 
 
 def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: str) -> str | None:
@@ -170,34 +170,34 @@ def weight_files(root: Path, load_format: str) -> list[Path]:
     return below
 
 
-def _one(name: str, model: ModelConfig, load: LoadConfig, mode: str, gathered: Gathered) -> None:
+def _one(name: str, model: ModelConfig, load: LoadConfig, mode: str, collected: CollectedFacts) -> None:
     fact = f"weights.{name}"
     source = getattr(model, "model_weights", "") or model.model
     if load.load_format == "dummy":
-        _dummy(fact, model, gathered)
+        _dummy(fact, model, collected)
     else:
         identity = weights_identity(source, model.revision, load, mode)
         if identity is None:
-            gathered.unrepeatable[fact] = (
+            collected.unrepeatable[fact] = (
                 f"load format {load.load_format} leaves no weights on this machine that could be digested; "
                 f'give them a name of yours ("weights_digest" in {ROOT}) and another name whenever they change'
             )
             return
-        gathered.facts[fact] = identity
+        collected.facts[fact] = identity
     root = local_files(model.model, model.revision, load.download_dir)
     if root is not None and root.is_dir():
-        gathered.facts.update(_settings(f"files.{name}", root, model))
+        collected.facts.update(_settings(f"files.{name}", root, model))
 
 
-def _dummy(fact: str, model: ModelConfig, gathered: Gathered) -> None:
+def _dummy(fact: str, model: ModelConfig, collected: CollectedFacts) -> None:
     """Adds a fact of random weights: they are equal in every process, because each tensor comes from one seed. Weights
     of a quantized model are unrepeatable: tensors of integers keep earlier content of the memory."""
     import torch
 
     if model.quantization is not None:
-        gathered.unrepeatable[fact] = "load format dummy leaves integers of quantized weights as memory held them"
+        collected.unrepeatable[fact] = "load format dummy leaves integers of quantized weights as memory held them"
         return
-    gathered.facts[fact] = f"dummy, of torch {'.'.join(torch.__version__.split('.')[:2])}"
+    collected.facts[fact] = f"dummy, of torch {'.'.join(torch.__version__.split('.')[:2])}"
 
 
 def _settings(name: str, root: Path, model: Any) -> dict[str, str]:

@@ -20,12 +20,12 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.specs.spec_table import (
-    GROUP_FLAGS,
+    GROUP_FIELD_RULES,
     SpecFacts,
     SpecProblem,
     changed_fields,
     describe,
-    flag_problem,
+    field_problem,
     spec_problem,
 )
 
@@ -91,7 +91,7 @@ class Switches:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """Hardware and attention backends of the model.
 
     Args:
@@ -110,7 +110,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFacts:
     """Properties of the model.
 
     Args:
@@ -133,19 +133,19 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupFacts:
     """A KV cache group.
 
     Args:
         is_cacheable: the engine's own prefix cache may hold the group.
         is_drafter: the group has a drafter's layers.
-        flags: fields with other values than the defaults, and fields without a default.
+        fields: fields with other values than the defaults, and fields without a default.
         specs: spec of the group, and specs of its layers if they differ.
     """
 
     is_cacheable: bool
     is_drafter: bool
-    flags: tuple[tuple[str, object], ...]
+    fields: tuple[tuple[str, object], ...]
     specs: tuple[SpecFacts, ...]
 
 
@@ -154,9 +154,9 @@ class ResumeFacts:
     """All facts on which the refusal depends."""
 
     switches: Switches
-    machine: Machine
-    model: Model
-    groups: tuple[Group, ...]
+    machine: MachineFacts
+    model: ModelFacts
+    groups: tuple[GroupFacts, ...]
 
 
 def refusal(facts: ResumeFacts) -> ResumeRefusal | None:
@@ -175,9 +175,9 @@ def _refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
     yield from _switch_refusals(facts.switches)
 
 
-def _group_refusals(path: str, group: Group) -> Iterator[ResumeRefusal]:
-    for name, value in group.flags:
-        problem = flag_problem("a KV cache group", name, value, GROUP_FLAGS)
+def _group_refusals(path: str, group: GroupFacts) -> Iterator[ResumeRefusal]:
+    for name, value in group.fields:
+        problem = field_problem("a KV cache group", name, value, GROUP_FIELD_RULES)
         if problem is not None:
             yield _problem_refusal(path, problem, RefusalReason.GROUP)
     for spec in group.specs:
@@ -191,7 +191,7 @@ def _problem_refusal(path: str, problem: SpecProblem, known: RefusalReason) -> R
     return ResumeRefusal(reason, path, problem.expected, problem.got, problem.hint)
 
 
-def _model_refusals(model: Model) -> Iterator[ResumeRefusal]:
+def _model_refusals(model: ModelFacts) -> Iterator[ResumeRefusal]:
     if model.is_encoder_decoder:
         yield _model_refusal(RefusalReason.ENCODER_DECODER, "its decoder's KV depends on the encoder's input")
     if model.is_encoder_only:
@@ -264,7 +264,7 @@ def _amx_runs_mla(facts: ResumeFacts) -> bool:
     return machine.requested_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
 
 
-def _backend_option(machine: Machine) -> str:
+def _backend_option(machine: MachineFacts) -> str:
     return f", --attention-backend {machine.requested_backend}" if machine.requested_backend else ""
 
 
@@ -349,14 +349,14 @@ def _is_batch_invariant() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
-def _machine(vllm_config: VllmConfig) -> Machine:
+def _machine(vllm_config: VllmConfig) -> MachineFacts:
     from vllm.platforms import current_platform
 
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
     requested = getattr(vllm_config.attention_config, "backend", None)
     layers = vllm_config.compilation_config.static_forward_context.values()
     named = (getattr(getattr(layer, "attn_backend", None), "get_name", None) for layer in layers)
-    return Machine(
+    return MachineFacts(
         device=vllm_config.device_config.device_type,
         architecture=current_platform.get_cpu_architecture().name,
         has_amx=bool(has_tiles is not None and has_tiles()),
@@ -365,10 +365,10 @@ def _machine(vllm_config: VllmConfig) -> Machine:
     )
 
 
-def _model(vllm_config: VllmConfig) -> Model:
+def _model(vllm_config: VllmConfig) -> ModelFacts:
     model = vllm_config.model_config
     pools = model.runner_type == "pooling"
-    return Model(
+    return ModelFacts(
         architectures=tuple(model.architectures),
         model_type=str(getattr(model.hf_config, "model_type", "")),
         is_encoder_decoder=bool(model.is_encoder_decoder),
@@ -379,9 +379,9 @@ def _model(vllm_config: VllmConfig) -> Model:
     )
 
 
-def _group(group: KVCacheGroupSpec, is_cacheable: bool) -> Group:
+def _group(group: KVCacheGroupSpec, is_cacheable: bool) -> GroupFacts:
     per_layer: dict[str, Any] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     names = tuple(group.layer_names)
     specs = [describe(group.kv_cache_spec, names)]
     specs += (describe(spec, (name,)) for name, spec in (per_layer or {}).items())
-    return Group(is_cacheable, bool(group.is_eagle_group), changed_fields(group), tuple(specs))
+    return GroupFacts(is_cacheable, bool(group.is_eagle_group), changed_fields(group), tuple(specs))

@@ -30,7 +30,7 @@ def _whole(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class FieldRule:
     """A known field of a spec.
 
     Args:
@@ -58,28 +58,28 @@ class SpecClass:
 
     Args:
         parent: known class from which this class inherits fields.
-        flags: own fields of the class.
+        field_rules: own fields of the class, each with its rule.
         refused: reason why no group of this class can be resumed; "" if groups can.
         needs_scratch: the class is accepted only in groups that are not prefix-cacheable.
     """
 
     parent: str | None = None
-    flags: Mapping[str, Flag] = field(default_factory=dict)
+    field_rules: Mapping[str, FieldRule] = field(default_factory=dict)
     refused: str = ""
     needs_scratch: bool = False
 
 
-_SIZE = Flag("a size: it is part of the keys")
-_PLACE = Flag("the place of a page, not its content")
-_LABEL = Flag("a label for the engine's own planning")
-_NON_CAUSAL = Flag("the layers attend in both directions, so the KV of a prefix depends on later tokens", _never)
-_SHARDED = Flag("how ranks of decode context parallelism share tokens; that layout is refused separately")
-_REPLAY = Flag(
+_SIZE = FieldRule("a size: it is part of the keys")
+_PLACE = FieldRule("the place of a page, not its content")
+_LABEL = FieldRule("a label for the engine's own planning")
+_NON_CAUSAL = FieldRule("the layers attend in both directions, so the KV of a prefix depends on later tokens", _never)
+_SHARDED = FieldRule("how ranks of decode context parallelism share tokens; that layout is refused separately")
+_REPLAY = FieldRule(
     "the engine recomputes the last window of a hit, which is untested with a store",
     _never,
     hint="start with --no-swa-bounded-replay",
 )
-_DRAFT = Flag(
+_DRAFT = FieldRule(
     # Only one model sets this field. Its drafter makes the keys and values of a position from the target's hidden state
     # at the same position. Only the drafts after the accepted tokens attend in both directions, and they are rewritten.
     "a drafter's layers attend in both directions among the drafts, which are never stored; outside a drafter's group "
@@ -103,7 +103,7 @@ _TRANSFER_REPLICA = "an accelerator's replica of another group, filled by the en
 
 KNOWN: Mapping[str, SpecClass] = {
     "KVCacheSpec": SpecClass(
-        flags={
+        field_rules={
             "block_size": _SIZE,
             "dcp_sharded": _SHARDED,
             "block_stride_alignment": _PLACE,
@@ -114,12 +114,12 @@ KNOWN: Mapping[str, SpecClass] = {
     "AttentionSpec": SpecClass(
         "KVCacheSpec",
         {
-            "max_tp_shards": Flag("how many ranks hold different bytes; each rank stores its own"),
+            "max_tp_shards": FieldRule("how many ranks hold different bytes; each rank stores its own"),
             "num_kv_heads": _SIZE,
             "head_size": _SIZE,
             "head_size_v": _SIZE,
-            "dtype": Flag("part of the keys"),
-            "kv_quant_mode": Flag(
+            "dtype": FieldRule("part of the keys"),
+            "kv_quant_mode": FieldRule(
                 "quantization with scales in the page or in the weights",
                 _QUANT_MODES,
                 hint="start with another --kv-cache-dtype",
@@ -127,7 +127,9 @@ KNOWN: Mapping[str, SpecClass] = {
             "page_size_padded": _PLACE,
             "num_head_slots": _SIZE,
             "state_content_bytes": _SIZE,
-            "tokens_per_state": Flag("whole tokens compressed into one state; parts of a token are untested", _whole),
+            "tokens_per_state": FieldRule(
+                "whole tokens compressed into one state; parts of a token are untested", _whole
+            ),
             "dcp_sharded": _SHARDED,
         },
         refused="it is a base class, which does not define the content of a block",
@@ -135,23 +137,25 @@ KNOWN: Mapping[str, SpecClass] = {
     "FullAttentionSpec": SpecClass(
         "AttentionSpec",
         {
-            "sliding_window": Flag("the layers see less than the group keeps"),
-            "attention_chunk_size": Flag("the layers see less than the group keeps"),
+            "sliding_window": FieldRule("the layers see less than the group keeps"),
+            "attention_chunk_size": FieldRule("the layers see less than the group keeps"),
             "non_causal": _NON_CAUSAL,
         },
     ),
     "MLAAttentionSpec": SpecClass(
         "FullAttentionSpec",
         {
-            "cache_dtype_str": Flag("how an entry is packed: part of the keys"),
+            "cache_dtype_str": FieldRule("how an entry is packed: part of the keys"),
             "alignment": _PLACE,
-            "model_version": Flag("how an entry is packed", _named("deepseek_v4")),
-            "cache_role": Flag("latents or an indexer's keys, both of the tokens before", _named("SPARSE", "INDEXER")),
-            "is_index_group_leader": Flag("other layers use its choice of tokens, made again in every step"),
+            "model_version": FieldRule("how an entry is packed", _named("deepseek_v4")),
+            "cache_role": FieldRule(
+                "latents or an indexer's keys, both of the tokens before", _named("SPARSE", "INDEXER")
+            ),
+            "is_index_group_leader": FieldRule("other layers use its choice of tokens, made again in every step"),
             "storage_block_size": _PLACE,
             "non_causal_multi_token_decode": _DRAFT,
             "head_size_v": _SIZE,
-            "topk_buffer_width": Flag("a buffer of one step"),
+            "topk_buffer_width": FieldRule("a buffer of one step"),
         },
     ),
     "HiddenStateCacheSpec": SpecClass(
@@ -172,9 +176,9 @@ KNOWN: Mapping[str, SpecClass] = {
     "SlidingWindowMLASpec": SpecClass(
         "SlidingWindowSpec",
         {
-            "cache_dtype_str": Flag("how an entry is packed: part of the keys"),
+            "cache_dtype_str": FieldRule("how an entry is packed: part of the keys"),
             "alignment": _PLACE,
-            "model_version": Flag("how an entry is packed", _named("deepseek_v4")),
+            "model_version": FieldRule("how an entry is packed", _named("deepseek_v4")),
             "bounded_replay": _REPLAY,
             "head_size_v": _SIZE,
         },
@@ -185,19 +189,21 @@ KNOWN: Mapping[str, SpecClass] = {
         "KVCacheSpec",
         {
             "shapes": _SIZE,
-            "dtypes": Flag("part of the keys"),
+            "dtypes": FieldRule("part of the keys"),
             "page_size_padded": _PLACE,
-            "mamba_type": Flag(
+            "mamba_type": FieldRule(
                 "a state that is passed from each position to the next",
                 _named("MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN"),
             ),
-            "mamba_cache_mode": Flag("whether the engine keeps states at block boundaries", _named("align"), "none"),
-            "num_speculative_blocks": Flag("states of drafts, which are never handed over to be stored"),
-            "num_prefill_checkpoint_blocks": Flag("more states; the engine says which block holds which"),
-            "prefill_checkpoint_alignment": Flag("boundaries of such states; the engine reports each"),
+            "mamba_cache_mode": FieldRule(
+                "whether the engine keeps states at block boundaries", _named("align"), "none"
+            ),
+            "num_speculative_blocks": FieldRule("states of drafts, which are never handed over to be stored"),
+            "num_prefill_checkpoint_blocks": FieldRule("more states; the engine says which block holds which"),
+            "prefill_checkpoint_alignment": FieldRule("boundaries of such states; the engine reports each"),
             "num_heads": _SIZE,
-            "tokens_per_state": Flag("a state for so many tokens is untested", _never),
-            "tp_replicated": Flag("whether all ranks hold the same; each rank stores its own"),
+            "tokens_per_state": FieldRule("a state for so many tokens is untested", _never),
+            "tp_replicated": FieldRule("whether all ranks hold the same; each rank stores its own"),
         },
     ),
     "EncoderOnlyAttentionSpec": SpecClass(
@@ -211,30 +217,30 @@ KNOWN: Mapping[str, SpecClass] = {
     ),
     "HiSparseResidentSpec": SpecClass("KVCacheSpec", {"page_size": _SIZE}, refused=_TRANSFER_REPLICA),
     "UniformTypeKVCacheSpecs": SpecClass(
-        "KVCacheSpec", {"kv_cache_specs": Flag("the layers' own specs, which are looked up one by one")}
+        "KVCacheSpec", {"kv_cache_specs": FieldRule("the layers' own specs, which are looked up one by one")}
     ),
 }
 """Every spec class of vLLM 0.30 to 0.33."""
 
-GROUP_FLAGS: Mapping[str, Flag] = {
+GROUP_FIELD_RULES: Mapping[str, FieldRule] = {
     "layer_names": _LABEL,
     "kv_cache_spec": _LABEL,
-    "is_eagle_group": Flag("a drafter's layers: their keys include the token after a chunk"),
-    "host_resident": Flag("its blocks lie in the engine's own host pool", _never),
-    "enable_kv_transfer": Flag(_TRANSFER_REPLICA, _never),
-    "role": Flag("its blocks are numbered by another pool", _never),
+    "is_eagle_group": FieldRule("a drafter's layers: their keys include the token after a chunk"),
+    "host_resident": FieldRule("its blocks lie in the engine's own host pool", _never),
+    "enable_kv_transfer": FieldRule(_TRANSFER_REPLICA, _never),
+    "role": FieldRule("its blocks are numbered by another pool", _never),
 }
 """Every field of vLLM's KVCacheGroupSpec."""
 
 
-def known_flags(name: str) -> dict[str, Flag]:
+def known_field_rules(name: str) -> dict[str, FieldRule]:
     """Fields of a known class and of its parents. An own field replaces a parent's field of the same name."""
     spec: SpecClass | None = KNOWN[name]
-    flags: dict[str, Flag] = {}
+    rules: dict[str, FieldRule] = {}
     while spec is not None:
-        flags = {**spec.flags, **flags}
+        rules = {**spec.field_rules, **rules}
         spec = KNOWN[spec.parent] if spec.parent is not None else None
-    return flags
+    return rules
 
 
 _HOME = "vllm.v1.kv_cache_interface"
@@ -249,12 +255,12 @@ class SpecFacts:
     Args:
         name: name of its exact class.
         layers: layers with this spec.
-        flags: fields with other values than the defaults, and fields without a default.
+        fields: fields with other values than the defaults, and fields without a default.
     """
 
     name: str
     layers: tuple[str, ...]
-    flags: tuple[tuple[str, object], ...]
+    fields: tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,35 +318,35 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Sp
     if known.refused or (known.needs_scratch and is_cacheable):
         why = known.refused or "vLLM keeps it for one request alone, and yet reports it as shared"
         return SpecProblem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _RUN_WITHOUT, is_known=True)
-    flags, found = known_flags(spec.name), dict(spec.flags)
+    rules, found = known_field_rules(spec.name), dict(spec.fields)
     problems: list[SpecProblem | None] = [
-        _refused_value(spec.name, n, f.unfit_default, f) for n, f in flags.items() if f.unfit_default and n not in found
+        _refused_value(spec.name, n, f.unfit_default, f) for n, f in rules.items() if f.unfit_default and n not in found
     ]
-    problems += (flag_problem(spec.name, name, value, flags) for name, value in spec.flags)
+    problems += (field_problem(spec.name, name, value, rules) for name, value in spec.fields)
     if found.get(_DRAFTS_FIELD) and not is_drafter:
-        got = f"{_DRAFTS_FIELD} True: {flags[_DRAFTS_FIELD].why}"
+        got = f"{_DRAFTS_FIELD} True: {rules[_DRAFTS_FIELD].why}"
         problems.append(
-            SpecProblem(f"{_DRAFTS_FIELD} in a drafter's group alone", got, flags[_DRAFTS_FIELD].hint, is_known=True)
+            SpecProblem(f"{_DRAFTS_FIELD} in a drafter's group alone", got, rules[_DRAFTS_FIELD].hint, is_known=True)
         )
     problem = next((each for each in problems if each is not None), None)
     return replace(problem, got=f"{where}: {problem.got}") if problem is not None else None
 
 
-def flag_problem(owner: str, name: str, value: object, flags: Mapping[str, Flag]) -> SpecProblem | None:
+def field_problem(owner: str, name: str, value: object, rules: Mapping[str, FieldRule]) -> SpecProblem | None:
     """Reason why a field with this non-default value is refused; None if the value is accepted."""
     shown = str(getattr(value, "name", value))
-    flag = flags.get(name)
-    if flag is None:
+    rule = rules.get(name)
+    if rule is None:
         return SpecProblem(
             f"{owner} with the fields that hybridkv knows",
             f"{name} {shown}, a field that it does not know",
             "this vLLM is newer than hybridkv knows; use one that the compatibility page lists, or report the model",
             is_known=False,
         )
-    return None if flag.accepts(value) else _refused_value(owner, name, shown, flag)
+    return None if rule.accepts(value) else _refused_value(owner, name, shown, rule)
 
 
-def _refused_value(owner: str, name: str, shown: str, flag: Flag) -> SpecProblem:
+def _refused_value(owner: str, name: str, shown: str, rule: FieldRule) -> SpecProblem:
     if name == "mamba_cache_mode":
         return SpecProblem(
             "recurrent states at block boundaries (mamba_cache_mode align)",
@@ -350,12 +356,12 @@ def _refused_value(owner: str, name: str, shown: str, flag: Flag) -> SpecProblem
             else "start with --mamba-cache-mode align, the only mode in which the engine hands over states",
             is_known=True,
         )
-    if flag.lists_values:
+    if rule.lists_values:
         got = f"{name} {shown}, a value that hybridkv does not know"
-        return SpecProblem(f"{owner} with a {name} that hybridkv knows", got, flag.hint or _RUN_WITHOUT, is_known=False)
+        return SpecProblem(f"{owner} with a {name} that hybridkv knows", got, rule.hint or _RUN_WITHOUT, is_known=False)
     return SpecProblem(
         f"{owner} with {name} at its default",
-        f"{name} {shown}: {flag.why}",
-        flag.hint or _RUN_WITHOUT,
+        f"{name} {shown}: {rule.why}",
+        rule.hint or _RUN_WITHOUT,
         is_known=True,
     )

@@ -183,7 +183,7 @@ class ProducerConnections:
 
     def _described(self, peer: ProducerConnection, message: Describe) -> None:
         if peer.exchange is not None:
-            self._over(peer, NixlLoadFailure("protocol", "the producer sent two descriptions"), CloseReason.UNEXPECTED)
+            self._fail(peer, NixlLoadFailure("protocol", "the producer sent two descriptions"), CloseReason.UNEXPECTED)
             return
         theirs = decode(message.description)
         agreement = compare(self._ours, theirs) if isinstance(theirs, Description) else theirs
@@ -199,7 +199,7 @@ class ProducerConnections:
     def sever(self, peer: ProducerConnection) -> None:
         """Ends the connection of a transfer that does not end, so that the transfer ends."""
         if peer.state is not ConnectionState.OVER:
-            self._over(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
+            self._fail(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
 
     def closed(self, link: LinkId, reason: CloseReason) -> None:
         """Handles the end of a connection."""
@@ -215,7 +215,7 @@ class ProducerConnections:
             logger.warning("peer %s at %s:%d is incompatible: %.500r", peer.address[2], *peer.address[:2], detail)
         peer.state, peer.failure = ConnectionState.OVER, NixlLoadFailure("refused", detail)
 
-    def _over(self, peer: ProducerConnection, failure: NixlLoadFailure, reason: CloseReason) -> None:
+    def _fail(self, peer: ProducerConnection, failure: NixlLoadFailure, reason: CloseReason) -> None:
         logger.warning("peer %s at %s:%d: %s", peer.address[2], peer.address[0], peer.address[1], failure.detail)
         self._end(peer, failure, reason)
 

@@ -166,7 +166,7 @@ class LeaseServer:
             self._held_before_plan.discard(request_id)
         elif not self._leases.hold(request_id, self._options.clock()):
             # Without a lease no consumer can read these blocks or send `LeaseDone`.
-            self._metrics.lease("dropped")
+            self._metrics.count_lease("dropped")
             self._release(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -312,7 +312,7 @@ class LeaseServer:
         return self._digest_thread.has_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:
-        self._metrics.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
+        self._metrics.count_lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
         if ended.request_id in self._held_before_plan:
             self._held_before_plan.discard(ended.request_id)
             self._ended_before_plan.add(ended.request_id)

@@ -50,7 +50,7 @@ class ReadTools:
         memory: memory of this rank.
         transport: moves bytes.
         control: sends requests for digests.
-        digesting: digests this rank's pages.
+        digest_thread: digests this rank's pages.
         numbers: unique numbers of requests for digests.
         verify: True to compare digests.
     """
@@ -58,7 +58,7 @@ class ReadTools:
     memory: NixlRankMemory
     transport: Transport
     control: ControlChannel
-    digesting: DigestThread
+    digest_thread: DigestThread
     numbers: Iterator[int]
     verify: bool
 
@@ -71,7 +71,7 @@ class _ReadCheck:
     place: int | None = None
     """Scratch slot into which the lease is read."""
     transfer: TransferId | None = None
-    lease_stands: bool = False
+    lease_is_valid: bool = False
     waits: bool = False
     """The digest thread's queue was full."""
     ours: Outcome[list[bytes]] | None = None
@@ -138,7 +138,7 @@ class RankRead:
             case ReadStage.READING:
                 return self._read()
             case ReadStage.ENDING:
-                return TransferEnded(self._index) if self._is_at_rest() else None
+                return TransferEnded(self._index) if self._try_release_transfer() else None
             case ReadStage.CHECKING:
                 return self._checked()
         return None
@@ -165,7 +165,7 @@ class RankRead:
             self._requested.failure = self._requested.failure or message.failure
             self._requested.theirs[message.request] = message.digests
 
-    def is_quiet(self) -> bool:
+    def try_release(self) -> bool:
         """Releases transfers. Returns True if no transfer writes into this rank's memory any more; else call again."""
         check = self._check
         if check is not None and check.transfer is not None:
@@ -175,7 +175,7 @@ class RankRead:
         if check is not None and check.place is not None:
             self._tools.memory.give_scratch(check.place)
             check.place = None
-        return self._is_at_rest()
+        return self._try_release_transfer()
 
     # Events.
 
@@ -208,7 +208,7 @@ class RankRead:
         state = self._tools.transport.poll(self._transfer)
         if isinstance(state, TransferPending):
             return self._lost() if self.peer.state is ConnectionState.OVER else None
-        if not self._is_at_rest():
+        if not self._try_release_transfer():
             return None
         if isinstance(state, TransferFailed):
             return TransferEnded(self._index, self._reason(state))
@@ -218,11 +218,11 @@ class RankRead:
     def _checked(self) -> Event | None:
         check = self._check
         assert check is not None
-        failure = self._look_at_lease(check) or self._look_at_digests(check)
-        if failure is ReadFailure.DIGEST and not check.lease_stands:
+        failure = self._check_lease(check) or self._check_digests(check)
+        if failure is ReadFailure.DIGEST and not check.lease_is_valid:
             # Digests also differ if the lease has ended and the blocks have other content. So check the lease first.
             failure = None
-        if failure is not None or (check.lease_stands and check.digests_agree):
+        if failure is not None or (check.lease_is_valid and check.digests_agree):
             return Checked(self._index, failure)
         return self._lost() if self.peer.state is ConnectionState.OVER else None
 
@@ -242,16 +242,16 @@ class RankRead:
         self.detail = state.detail or str(state.reason)
         return _OF_TRANSPORT.get(state.reason, ReadFailure.TRANSPORT)
 
-    def _is_at_rest(self) -> bool:
+    def _try_release_transfer(self) -> bool:
         if self._transfer is not None and self._tools.transport.release(self._transfer):
             self._transfer = None
         return self._transfer is None
 
     # The lease.
 
-    def _look_at_lease(self, check: _ReadCheck) -> ReadFailure | None:
+    def _check_lease(self, check: _ReadCheck) -> ReadFailure | None:
         """Checks the lease. The lease is read after all bytes, so a valid lease was valid during the whole transfer."""
-        if check.lease_stands:
+        if check.lease_is_valid:
             return None
         if check.transfer is None:
             return self._begin_lease_read(check)
@@ -265,7 +265,7 @@ class RankRead:
         if not self._tools.memory.has_nonce(check.place, self._load.prompt.lease.nonce):
             self.detail = "the lease ended before the last byte was read"
             return ReadFailure.LEASE
-        check.lease_stands = True
+        check.lease_is_valid = True
         return None
 
     def _begin_lease_read(self, check: _ReadCheck) -> ReadFailure | None:
@@ -295,7 +295,7 @@ class RankRead:
             question = RequestDigests(number, self._load.prompt.lease, part.num_tokens, spans)
             self._tools.control.send(self.peer.link, question)
 
-    def _look_at_digests(self, check: _ReadCheck) -> ReadFailure | None:
+    def _check_digests(self, check: _ReadCheck) -> ReadFailure | None:
         if check.digests_agree:
             return None
         requested = self._requested
@@ -320,7 +320,7 @@ class RankRead:
         return None
 
     def _take_ours(self, check: _ReadCheck, request: DigestRequest) -> ReadFailure | None:
-        if check.waits and self._tools.digesting.is_full:
+        if check.waits and self._tools.digest_thread.is_full:
             return None
         exchange = self.peer.exchange
         assert exchange is not None
@@ -329,7 +329,7 @@ class RankRead:
             self.detail = str(runs)
             return ReadFailure.PAIRING
         # None if the digest thread's queue is full: then later polls try again, until the deadline.
-        check.ours = self._tools.digesting.take(runs)
+        check.ours = self._tools.digest_thread.take(runs)
         check.waits = check.ours is None
         return None
 

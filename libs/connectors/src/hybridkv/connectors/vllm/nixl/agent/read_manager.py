@@ -180,7 +180,7 @@ class ReadManager:
                     logger.exception("bug in a read")
                     read.is_broken, read.detail = True, f"{type(error).__name__}: {error}"
                 self._feed(read, Abort(ReadFailure.OTHER))
-        self._leftovers = [rank for rank in self._leftovers if not rank.is_quiet()]
+        self._leftovers = [rank for rank in self._leftovers if not rank.try_release()]
 
     def close(self) -> None:
         """Stops digests."""
@@ -233,7 +233,7 @@ class ReadManager:
         for rank in read.ranks:
             for number in rank.request_numbers:
                 self._rank_by_request.pop(number, None)
-            if not rank.is_quiet():
+            if not rank.try_release():
                 self._leftovers.append(rank)
         if failure is not None:
             self._report(read.load, NixlLoadFailure(str(failure), read.detail))
@@ -241,11 +241,11 @@ class ReadManager:
         self.ended.append((read.load.request_id, None))
         num_bytes = sum(rank.num_bytes for rank in read.ranks)
         num_descriptors = sum(rank.num_descriptors for rank in read.ranks)
-        self._metrics.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
+        self._metrics.count_read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
 
     def _report(self, load: PromptLoad, failure: NixlLoadFailure) -> None:
         self.ended.append((load.request_id, failure))
-        self._metrics.failure(failure.reason)
+        self._metrics.count_failure(failure.reason)
         if failure.reason != "cancelled":
             logger.warning("load of request %s failed: %s", printable(load.request_id), failure.detail)
 

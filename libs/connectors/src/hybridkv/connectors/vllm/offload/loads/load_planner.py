@@ -157,9 +157,9 @@ class LoadPlanner:
     def _note_poll(self, tracked: TrackedRequest, now_s: float) -> None:
         """Records a poll. If the engine took steps without a poll, only `MAX_POLL_S` of the time since the last poll
         counts as a wait. So every wait ends."""
-        polled, tracked.polled = tracked.polled, (self._num_steps, now_s)
-        if polled is not None and self._num_steps > polled[0] + 1 and now_s > polled[1] + MAX_POLL_S:
-            tracked.stage = life.paused(tracked.stage, now_s - polled[1] - MAX_POLL_S)
+        last, tracked.last_lookup = tracked.last_lookup, (self._num_steps, now_s)
+        if last is not None and self._num_steps > last[0] + 1 and now_s > last[1] + MAX_POLL_S:
+            tracked.stage = life.paused(tracked.stage, now_s - last[1] - MAX_POLL_S)
 
     def _facts(self, tracked: TrackedRequest) -> Facts:
         """Current inputs of a decision."""

@@ -36,7 +36,7 @@ class LocalBlocks:
         self._layout = layout
         # The search does not use hashes that may collide.
         self._is_on = is_wanted and layout.reuses_hashes
-        self.is_wrong: Callable[[int], bool] = lambda block_id: False
+        self.is_corrupt: Callable[[int], bool] = lambda block_id: False
         """Returns True for a block with content that does not match its hash."""
         self._pool: BlockPool | None = None
         self._pins = BlockPins()
@@ -44,7 +44,7 @@ class LocalBlocks:
 
     def bind(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
-        self._pool = pool if compat.finds_cached_blocks(pool) else None
+        self._pool = pool if compat.can_find_cached_blocks(pool) else None
         self._pins.bind(pool)
 
     def switch_off(self) -> None:
@@ -57,17 +57,17 @@ class LocalBlocks:
         pool = self._pool
         if not self._is_on or pool is None or tracked.lora is not None:
             return None
-        spec, names = self._layout.spec, {}
+        spec, hashes = self._layout.spec, {}
         for group_index in {run.group_index for run in runs}:
             block_tokens = spec.groups[group_index].block_tokens
-            names[group_index] = compat.block_names(
+            hashes[group_index] = compat.group_block_hashes(
                 tracked.request.block_hashes, self._layout.hash_block_tokens, block_tokens
             )
 
         def held(group_index: int, place: int) -> int | None:
-            named = names[group_index]
-            block_id = None if place >= len(named) else compat.cached_block(pool, named[place], group_index)
-            return None if block_id is None or self.is_wrong(block_id) else block_id
+            of_group = hashes[group_index]
+            block_id = None if place >= len(of_group) else compat.cached_block(pool, of_group[place], group_index)
+            return None if block_id is None or self.is_corrupt(block_id) else block_id
 
         if not has_local_copies(spec, runs, held):
             return None

@@ -19,7 +19,7 @@ _MANY_CHUNKS = 1024
 """Length of a hit, in chunks. A longer hit needs no more windows and states."""
 
 
-BREAK_EVEN_S: Final = 1.0
+CHECK_EVERY_S: Final = 1.0
 """Shortest time between two checks of the break-even lengths."""
 LOG_AGAIN_S: Final = 60.0
 """Shortest time between two log lines about one tier."""
@@ -96,11 +96,11 @@ class BreakEvenLog:
         """Last logged length of each tier, and its time."""
 
     def is_due(self) -> bool:
-        """Whether a check is due: `BREAK_EVEN_S` after the last call that returned True."""
+        """Whether a check is due: `CHECK_EVERY_S` after the last call that returned True."""
         now_s = self._clock()
         if now_s < self._due_s:
             return False
-        self._due_s = now_s + BREAK_EVEN_S
+        self._due_s = now_s + CHECK_EVERY_S
         return True
 
     def record(self, tier: str, wait: LookupWait, compute_s_per_token: float) -> None:

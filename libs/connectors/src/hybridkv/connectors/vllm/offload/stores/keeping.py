@@ -65,10 +65,10 @@ class Keeper:
         """Generation of each tier at the last touch of its kept chunks."""
         self._expires_at_s = float("-inf")
 
-    def keep(self, path: PrefixChain, seconds: float) -> None:
+    def keep(self, chain: PrefixChain, seconds: float) -> None:
         """Keeps the prefix of a request that has ended, for `seconds` from now on."""
         self._expire()
-        keys = path.keys
+        keys = chain.keys
         costs = {part: self._costs(part) for part in keys}
         more = [0] * len(self._tiers)
         new = [part for part, key in keys.items() if key not in self._kept]
@@ -90,7 +90,7 @@ class Keeper:
                 self._add(key, _Kept(part, costs[part], fits, until_s))
 
     @property
-    def near_bytes_left(self) -> int:
+    def ram_bytes_left(self) -> int:
         """Bytes of host memory on one rank that are left for kept chunks."""
         return max(0, int(self.keep_share * self._stack.primary_only.capacity_bytes) - self._kept_bytes[0])
 

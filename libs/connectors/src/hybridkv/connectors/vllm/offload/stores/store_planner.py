@@ -8,12 +8,13 @@ before the chunks of these keys.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, groupby, repeat
+from itertools import count, groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -63,7 +64,7 @@ _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 
 @dataclass(slots=True)
 class _StoreInFlight:
-    path: PrefixChain
+    chain: PrefixChain
     chunks: list[StoredChunk]
     """In `path_order`, without the leading chunks that all tiers held when the store was planned."""
     blocks: list[KVCacheBlock]
@@ -74,7 +75,7 @@ class _StoreInFlight:
     reason: str | None = None
     origins: dict[Part, str] = field(default_factory=dict)
     """Origin of each stored state of the first recurrent group."""
-    met_tokens: int = 0
+    reused_tokens: int = 0
     """Length of the prefix that another request had stored. New states and windows up to here make it resumable."""
 
 
@@ -89,10 +90,10 @@ class _Path(NamedTuple):
     """For each of the other chunks, the keys that it extends."""
 
 
-def _add_chunks(path: PrefixChain, chunks: _Path, refused: set[Part], new: set[Part]) -> list[StoredChunk]:
+def _add_chunks(chain: PrefixChain, chunks: _Path, refused: set[Part], new: set[Part]) -> list[StoredChunk]:
     """Adds chunks to a chain, except refused ones. Returns those that some tier lacks, in `path_order`."""
-    path.keys.update(zip(chunks.parts, chunks.keys, strict=True))
-    path.drop(list(refused))
+    chain.keys.update(zip(chunks.parts, chunks.keys, strict=True))
+    chain.drop(list(refused))
     held = chunks.num_held
     rest = zip(chunks.parts[held:], chunks.keys[held:], chunks.extends, strict=True)
     return [StoredChunk(part, key, extends, part in new) for part, key, extends in rest if part not in refused]
@@ -153,10 +154,10 @@ class StorePlanner:
         complete = (final // spec.chunk_tokens, max(0, final - spec.lookahead_tokens) // spec.chunk_tokens)
         chunk = spec.chunk_tokens
         tracked.idle_below_tokens = min((complete[0] + 1) * chunk, (complete[1] + 1) * chunk + spec.lookahead_tokens)
-        if not states and complete == tracked.seen:
+        if not states and complete == tracked.planned_chunks:
             return None
-        tracked.seen = complete
-        tracked.path.begin(request.num_prompt_tokens, tracked.hints.keep_seconds)
+        tracked.planned_chunks = complete
+        tracked.chain.set_prompt(request.num_prompt_tokens, tracked.hints.keep_seconds)
         table, request_keys = tables(request.request_id), tracked.keys()
         searched_tokens = complete[1] * spec.chunk_tokens
         prefix = find_stored_prefix(spec, self._stack, request_keys, tracked.stored_tokens, searched_tokens, table)
@@ -194,20 +195,20 @@ class StorePlanner:
             self._stack.touch(path.keys[::-1], [*zip(path.keys[-2::-1], strict=True), ()])
         # A drafter's chunk is complete later than the other chunks with the same end; then all are looked up again.
         tracked.stored_tokens = max(searched_tokens, tracked.stored_tokens)
-        in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.adapter_version)
+        in_flight = _StoreInFlight(tracked.chain, [], [], 0, self._layout.world_size, tracked.adapter_version)
         copies, stored = self._reserve(in_flight, plan.runs, dict(zip(parts, sizes, strict=True)), path)
-        in_flight.chunks = _add_chunks(tracked.path, path, set(parts).difference(stored), set(stored))
-        in_flight.met_tokens = prefix.stop_tokens if prefix.parts else 0
+        in_flight.chunks = _add_chunks(tracked.chain, path, set(parts).difference(stored), set(stored))
+        in_flight.reused_tokens = prefix.stop_tokens if prefix.parts else 0
         if self.events is not None:
-            self.events.storing(tracked, [*prefix.parts, *present, *stored])
+            self.events.on_store_planned(tracked, [*prefix.parts, *present, *stored])
         if not copies:
-            self._publish(in_flight.path, in_flight.chunks)
+            self._publish(in_flight.chain, in_flight.chunks)
             return None
         self.num_planned_bytes += in_flight.num_bytes
         in_flight.origins = self._origins(tracked, stored)
         store_id = next(self._store_ids)
         self._stores[store_id] = in_flight
-        in_flight.path.num_storing += 1
+        in_flight.chain.num_storing += 1
         return Store(store_id, copies)
 
     def _resumed_parts(
@@ -274,11 +275,11 @@ class StorePlanner:
             order = path_order(spec, [*prefix.parts, *others])
             ordered_keys = [all_keys[part] for part in order]
         rest, rest_keys = order[num_held:], ordered_keys[num_held:]
-        before = ordered_keys[num_held - 1] if num_held else next(reversed(tracked.path.keys.values()), None)
+        before = ordered_keys[num_held - 1] if num_held else next(reversed(tracked.chain.keys.values()), None)
         trunk, chunk = None, spec.chunk_tokens
         if rest and spec.full_groups and (trunk_tokens := (rest[0][1] - 1) // chunk * chunk):
             trunk = tracked.keys().key(spec.full_groups[-1], trunk_tokens)
-        extends = extended_keys(spec, rest, rest_keys, tracked.path.keys, before, trunk)
+        extends = extended_keys(spec, rest, rest_keys, tracked.chain.keys, before, trunk)
         return _Path(order, ordered_keys, num_held, extends)
 
     def _reserve(
@@ -301,7 +302,7 @@ class StorePlanner:
             return CopyTable(), []
         planned = copies_of_runs(self._layout, runs, [chunks[part][0] for part in parts], cast("list[Slot]", slots))
         in_flight.num_bytes = planned.tier_bytes
-        in_flight.blocks = self._pins.pin(chain.from_iterable(run.block_ids for run in runs))
+        in_flight.blocks = self._pins.pin(itertools.chain.from_iterable(run.block_ids for run in runs))
         return planned.copies, parts
 
     def _drop_refused(
@@ -327,20 +328,20 @@ class StorePlanner:
         }
 
     def _publish(
-        self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool = True, met_tokens: int = 0
+        self, chain: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool = True, reused_tokens: int = 0
     ) -> None:
         """Commits or aborts new chunks, and cascades all chunks in `path_order`.
 
         Args:
-            path: chain of the request.
+            chain: chain of the request.
             chunks: chunks of the store, in `path_order`.
             is_stored: whether all ranks have written the new chunks.
-            met_tokens: prefix that another request had stored; see `_StoreInFlight`.
+            reused_tokens: prefix that another request had stored; see `_StoreInFlight`.
         """
         ended: Counter[tuple[int, str]] = Counter()
         for is_new, run in groupby(chunks, key=attrgetter("is_new")):
             if is_new:
-                ended += self._commit(path, list(run), is_stored, met_tokens)
+                ended += self._commit(chain, list(run), is_stored, reused_tokens)
                 continue
             for chunk in run:
                 # If another store still writes the chunk, that store cascades it.
@@ -348,23 +349,23 @@ class StorePlanner:
                     self._stack.cascade(chunk.key, chunk.extends)
         for (group_index, outcome), number in ended.items():
             self._metrics.store(self._layout.spec.groups[group_index].kind, outcome, number)
-        if path.is_complete:
-            if path.keep_seconds and self._keeper is not None:
-                self._keeper.keep(path, path.keep_seconds)
-            self._cascade_missing(path)
+        if chain.is_complete:
+            if chain.keep_seconds and self._keeper is not None:
+                self._keeper.keep(chain, chain.keep_seconds)
+            self._cascade_missing(chain)
 
     def _commit(
-        self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool, met_tokens: int
+        self, chain: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool, reused_tokens: int
     ) -> Counter[tuple[int, str]]:
         """Commits or aborts the new chunks of a store. Returns their numbers by group and outcome."""
         if is_stored:
             offered = self._stack.commit_all(
                 [(chunk.key, chunk.extends) for chunk in chunks],
-                [chunk.key for chunk in chunks if self._is_interim_state(path, chunk.part)],
+                [chunk.key for chunk in chunks if self._is_interim_state(chain, chunk.part)],
             )
             for chunk, is_offered in zip(chunks, offered, strict=True):
                 # The reused prefix cascades now. Without this chunk, other engines could not resume it.
-                if is_offered and chunk.part[1] <= met_tokens and not self._is_interim_state(path, chunk.part):
+                if is_offered and chunk.part[1] <= reused_tokens and not self._is_interim_state(chain, chunk.part):
                     self._stack.cascade(chunk.key, chunk.extends)
         else:
             for chunk in chunks:
@@ -373,23 +374,23 @@ class StorePlanner:
         groups = [chunk.part[0] for chunk in chunks]
         return Counter(zip(groups, ["stored" if each else "failed" for each in offered], strict=True))
 
-    def _is_interim_state(self, path: PrefixChain, part: Part) -> bool:
+    def _is_interim_state(self, chain: PrefixChain, part: Part) -> bool:
         """Whether a part is a state of an unfinished answer. Secondary tiers get only the last state of an answer."""
         group_index, end_token = part
         is_state = self._layout.spec.groups[group_index].kind is GroupKind.RECURRENT
-        return is_state and end_token > path.prompt_tokens and not path.is_over
+        return is_state and end_token > chain.prompt_tokens and not chain.is_over
 
-    def _cascade_missing(self, path: PrefixChain) -> None:
+    def _cascade_missing(self, chain: PrefixChain) -> None:
         """Cascades the chunks of a chain that a secondary tier lacks by now.
 
         Stops at a whole FULL chunk that host memory lacks, because later chunks need it. Chunks that wait in a cascade
         queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
-        if not stack.secondary or stack.in_all_secondaries(list(path.keys.values())):
+        if not stack.secondary or stack.in_all_secondaries(list(chain.keys.values())):
             return
-        order = path_order(spec, path.keys)
-        keys = [path.keys[part] for part in order]
+        order = path_order(spec, chain.keys)
+        keys = [chain.keys[part] for part in order]
         for part, key, extends in zip(order, keys, extended_keys(spec, order, keys), strict=True):
             if not stack.missing_in_secondary(key):
                 continue
@@ -400,8 +401,8 @@ class StorePlanner:
 
     def on_request_finished(self, tracked: TrackedRequest) -> None:
         """Called when a request has ended: its chain is complete when its last store has ended."""
-        tracked.path.is_over = True
-        self._publish(tracked.path, ())
+        tracked.chain.is_over = True
+        self._publish(tracked.chain, ())
 
     def holds_freed_blocks(self) -> bool:
         """Whether the end of a store will return blocks to the engine's pool."""
@@ -414,14 +415,14 @@ class StorePlanner:
         """Records the outcomes of ranks. When all ranks have ended a store, it is committed or aborted."""
 
         @functools.cache
-        def holds(adapter_version: AdapterVersion | None) -> bool:
+        def is_valid(adapter_version: AdapterVersion | None) -> bool:
             """Cached: one check of an adapter's files covers all stores of this call."""
-            return self._adapters.holds(adapter_version)
+            return self._adapters.is_still_valid(adapter_version)
 
         for store_id, ended in outcomes.items():
-            self._on_ended(store_id, ended, holds)
+            self._on_ended(store_id, ended, is_valid)
 
-    def _on_ended(self, store_id: int, ended: StoreOutcome, holds: Callable[[AdapterVersion | None], bool]) -> None:
+    def _on_ended(self, store_id: int, ended: StoreOutcome, is_valid: Callable[[AdapterVersion | None], bool]) -> None:
         in_flight = self._stores[store_id]
         in_flight.ranks_left -= ended.num_ranks
         in_flight.failure = in_flight.failure or ended.failure
@@ -429,15 +430,18 @@ class StorePlanner:
         if in_flight.ranks_left > 0:
             return
         del self._stores[store_id]
-        if in_flight.failure is None and not holds(in_flight.adapter_version):
+        if in_flight.failure is None and not is_valid(in_flight.adapter_version):
             in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
         if in_flight.failure is not None:
             num_lost = sum(chunk.is_new for chunk in in_flight.chunks)
             logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
             self._metrics.store_failed(in_flight.reason or "io")
-        in_flight.path.num_storing -= 1
+        in_flight.chain.num_storing -= 1
         self._publish(
-            in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None, met_tokens=in_flight.met_tokens
+            in_flight.chain,
+            in_flight.chunks,
+            is_stored=in_flight.failure is None,
+            reused_tokens=in_flight.reused_tokens,
         )
         if in_flight.failure is None:
             for origin in in_flight.origins.values():
