@@ -92,7 +92,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Way:
+class CopyMethod:
     """One copy method: its engines and its pinned memory."""
 
     name: str
@@ -163,30 +163,30 @@ class Rig:
         self.cache = torch.randint(0, 256, (2 * total_bytes,), dtype=torch.uint8, device="cuda")
         name, self.copies = find_engine_copies()
         report.say("start", gpu=torch.cuda.get_device_name(), torch=torch.__version__, direct=name)
-        self.ways = []
+        self.methods = []
         self.digest_threads = 1
-        for way, device in (("native", NativeGpuDevice()), ("engine", EngineGpuDevice(EngineDevice(self.copies)))):
+        for name, device in (("native", NativeGpuDevice()), ("engine", EngineGpuDevice(EngineDevice(self.copies)))):
             arena = device.arena_memory(total_bytes)
             self.digest_threads = device.digest_threads(1)
             stores, loads = device.copy_engines("async")
             for engine in (stores, loads):
                 engine.register(self.cache.data_ptr(), self.cache.nbytes, "kv cache")
                 engine.register(int(arena.ctypes.data), arena.nbytes, "arena")
-            self.ways.append(Way(way, stores, loads, arena))
+            self.methods.append(CopyMethod(name, stores, loads, arena))
         self.ids = itertools.count(1)
         self._stream = torch.cuda.Stream()
 
-    def runs(self, way: Way, of: Fragments, is_store: bool) -> CopyRuns:
-        return of.runs(self.cache.data_ptr(), int(way.arena.ctypes.data), is_store)
+    def runs(self, method: CopyMethod, of: Fragments, is_store: bool) -> CopyRuns:
+        return of.runs(self.cache.data_ptr(), int(method.arena.ctypes.data), is_store)
 
-    def copy(self, way: Way, runs: CopyRuns, is_store: bool) -> None:
+    def copy(self, method: CopyMethod, runs: CopyRuns, is_store: bool) -> None:
         """Submits a job and waits for its result."""
-        engine, job_id = way.engine(is_store), JobId(next(self.ids))
+        engine, job_id = method.engine(is_store), JobId(next(self.ids))
         if not engine.submit(job_id, runs) or not engine.wait([job_id], TIMEOUT_S):
-            raise RuntimeError(f"{way.name}: the job did not end")
+            raise RuntimeError(f"{method.name}: the job did not end")
         [result] = engine.poll()
         if result.failure is not None:
-            raise RuntimeError(f"{way.name}: {result.failure}")
+            raise RuntimeError(f"{method.name}: {result.failure}")
 
     def direct(self, runs: CopyRuns, is_store: bool) -> Callable[[], None]:
         """The copies of vLLM's own worker without an engine: a kernel for small loads, otherwise one call."""
@@ -209,7 +209,7 @@ class Rig:
 
     def link(self, is_store: bool) -> Callable[[], None]:
         device = self.cache[: self.total_bytes]
-        host = self.torch.from_numpy(self.ways[0].arena)
+        host = self.torch.from_numpy(self.methods[0].arena)
         destination, source = (host, device) if is_store else (device, host)
 
         def copy() -> None:
@@ -221,26 +221,26 @@ class Rig:
 
         return copy
 
-    def require_right(self, way: Way, of: Fragments, is_store: bool) -> None:
+    def require_right(self, method: CopyMethod, of: Fragments, is_store: bool) -> None:
         """Copies once, and compares all bytes."""
         torch = self.torch
         pages = self.cache[: 2 * of.total_bytes].view(2 * of.count, of.size)
         index = torch.from_numpy(of.order).cuda()
         wanted = pages[index]
-        place = way.arena[: of.total_bytes]
+        place = method.arena[: of.total_bytes]
         if is_store:
             place[:] = POISON
         else:
             place[:] = wanted.cpu().numpy().reshape(-1)
             pages[index] = POISON
         torch.cuda.synchronize()
-        self.copy(way, self.runs(way, of, is_store), is_store)
+        self.copy(method, self.runs(method, of, is_store), is_store)
         found = torch.from_numpy(place).cuda().view(of.count, of.size) if is_store else pages[index]
         is_right = torch.equal(found, wanted)
         pages[index] = wanted
         torch.cuda.synchronize()
         if not is_right:
-            raise RuntimeError(f"{way.name} copied wrong bytes: a {direction(is_store)} of fragments of {of.size}")
+            raise RuntimeError(f"{method.name} copied wrong bytes: a {direction(is_store)} of fragments of {of.size}")
 
     def rates(self, copies: dict[str, Callable[[], None]], num_bytes: dict[str, int]) -> dict[str, float]:
         """Bytes per second of each copy. The copies alternate."""
@@ -253,9 +253,9 @@ class Rig:
         return {name: num_bytes[name] / seconds for name, seconds in best.items()}
 
     def close(self) -> None:
-        for way in self.ways:
-            way.stores.close()
-            way.loads.close()
+        for method in self.methods:
+            method.stores.close()
+            method.loads.close()
 
 
 def direction(is_store: bool) -> str:
@@ -268,10 +268,10 @@ def g1_fragments(rig: Rig) -> None:
         least = {"native": float("inf"), "engine": float("inf")}
         for size in FRAGMENT_BYTES:
             of = fragments(size, rig.total_bytes)
-            for way in rig.ways:
-                rig.require_right(way, of, is_store)
-            copies = {way.name: _job(rig, way, of, is_store) for way in rig.ways}
-            copies["direct"] = rig.direct(rig.runs(rig.ways[1], of, is_store), is_store)
+            for method in rig.methods:
+                rig.require_right(method, of, is_store)
+            copies = {method.name: _job(rig, method, of, is_store) for method in rig.methods}
+            copies["direct"] = rig.direct(rig.runs(rig.methods[1], of, is_store), is_store)
             copies["link"] = rig.link(is_store)
             num_bytes = dict.fromkeys(copies, of.total_bytes) | {"link": rig.total_bytes}
             found = rig.rates(copies, num_bytes)
@@ -285,15 +285,15 @@ def g1_fragments(rig: Rig) -> None:
         rig.report.goal(f"G1 engine {word}s, of vLLM's own copies, from 4 KiB", least["engine"], 1.0)
 
 
-def _job(rig: Rig, way: Way, of: Fragments, is_store: bool) -> Callable[[], None]:
-    runs = rig.runs(way, of, is_store)
-    return lambda: rig.copy(way, runs, is_store)
+def _job(rig: Rig, method: CopyMethod, of: Fragments, is_store: bool) -> Callable[[], None]:
+    runs = rig.runs(method, of, is_store)
+    return lambda: rig.copy(method, runs, is_store)
 
 
 def g1_duplex(rig: Rig) -> None:
     """G1 with both directions concurrently. They share no byte: loads use the other half of the memory."""
     torch, half = rig.torch, rig.total_bytes // 2
-    host, streams = torch.from_numpy(rig.ways[0].arena), [torch.cuda.Stream() for _ in range(2)]
+    host, streams = torch.from_numpy(rig.methods[0].arena), [torch.cuda.Stream() for _ in range(2)]
 
     def pieces() -> None:
         with torch.cuda.stream(streams[0]):
@@ -304,23 +304,23 @@ def g1_duplex(rig: Rig) -> None:
 
     link_s = min(_timed_s(pieces) for _ in range(rig.rounds))
     rig.report.say("G1 duplex", way="link, one piece each way", both_gb_s=2 * half / link_s / 1e9)
-    for way, size in itertools.product(rig.ways, (16 * 1024, 256 * 1024)):
+    for method, size in itertools.product(rig.methods, (16 * 1024, 256 * 1024)):
         of = fragments(size, half)
-        store = rig.runs(way, of, True)
-        load = of.runs(rig.cache.data_ptr() + rig.total_bytes, int(way.arena.ctypes.data) + half, False)
-        alone = [_best_s(rig, way, runs, is_store) for runs, is_store in ((store, True), (load, False))]
+        store = rig.runs(method, of, True)
+        load = of.runs(rig.cache.data_ptr() + rig.total_bytes, int(method.arena.ctypes.data) + half, False)
+        alone = [_best_s(rig, method, runs, is_store) for runs, is_store in ((store, True), (load, False))]
 
-        def both(way: Way = way, store: CopyRuns = store, load: CopyRuns = load) -> None:
-            other = threading.Thread(target=rig.copy, args=(way, store, True))
+        def both(method: CopyMethod = method, store: CopyRuns = store, load: CopyRuns = load) -> None:
+            other = threading.Thread(target=rig.copy, args=(method, store, True))
             other.start()
-            rig.copy(way, load, False)
+            rig.copy(method, load, False)
             other.join()
 
         together_s = min(_timed_s(both) for _ in range(rig.rounds))
         of_sum = 2 / together_s / sum(1 / seconds for seconds in alone)
         both_gb_s = 2 * of.total_bytes / together_s / 1e9
-        rig.report.say("G1 duplex", way=way.name, fragment=size, both_gb_s=both_gb_s, of_sum=of_sum)
-        rig.report.goal(f"G1 {way.name}, both directions at once, of the sum, {size >> 10} KiB", of_sum, 0.85)
+        rig.report.say("G1 duplex", way=method.name, fragment=size, both_gb_s=both_gb_s, of_sum=of_sum)
+        rig.report.goal(f"G1 {method.name}, both directions at once, of the sum, {size >> 10} KiB", of_sum, 0.85)
 
 
 def _timed_s(call: Callable[[], None]) -> float:
@@ -329,8 +329,8 @@ def _timed_s(call: Callable[[], None]) -> float:
     return time.perf_counter() - began_s
 
 
-def _best_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
-    return min(_timed_s(lambda: rig.copy(way, runs, is_store)) for _ in range(rig.rounds))
+def _best_s(rig: Rig, method: CopyMethod, runs: CopyRuns, is_store: bool) -> float:
+    return min(_timed_s(lambda: rig.copy(method, runs, is_store)) for _ in range(rig.rounds))
 
 
 def _gpu_s(torch: Any, launch: Callable[[], Any], rounds: int = 8) -> float:
@@ -365,10 +365,10 @@ def g2_interference(rig: Rig) -> None:
 
     for is_store in (True, False):
         measure(f"one piece, {direction(is_store)}", rig.link(is_store))
-    for way, is_store, size in itertools.product(rig.ways, (True, False), (32 * 1024, 256 * 1024)):
-        job = _job(rig, way, fragments(size, rig.total_bytes), is_store)
-        slower = measure(f"{way.name} {direction(is_store)}s of {size >> 10} KiB", job)
-        most[way.name] = max(most.get(way.name, slower), slower)
+    for method, is_store, size in itertools.product(rig.methods, (True, False), (32 * 1024, 256 * 1024)):
+        job = _job(rig, method, fragments(size, rig.total_bytes), is_store)
+        slower = measure(f"{method.name} {direction(is_store)}s of {size >> 10} KiB", job)
+        most[method.name] = max(most.get(method.name, slower), slower)
     for name, slower in most.items():
         rig.report.goal(f"G2 matrix products beside {name} copies, slower by", slower, 0.03, at_most=True)
 
@@ -413,15 +413,15 @@ def g3_host(rig: Rig) -> None:
     for is_store, count in itertools.product((True, False), (1024, 4096, 16 * 1024, 64 * 1024)):
         of = fragments(FROM_BYTES, rig.total_bytes, count)
         found: dict[str, float] = {}
-        for way in rig.ways:
-            runs = rig.runs(way, of, is_store)
-            found[f"{way.name}_us"] = _processor_s(rig.rounds, _job(rig, way, of, is_store)) * 1e6
-            found[f"{way.name}_submit_us"] = _submit_s(rig, way, runs, is_store) * 1e6
-        direct = rig.direct(rig.runs(rig.ways[1], of, is_store), is_store)
+        for method in rig.methods:
+            runs = rig.runs(method, of, is_store)
+            found[f"{method.name}_us"] = _processor_s(rig.rounds, _job(rig, method, of, is_store)) * 1e6
+            found[f"{method.name}_submit_us"] = _submit_s(rig, method, runs, is_store) * 1e6
+        direct = rig.direct(rig.runs(rig.methods[1], of, is_store), is_store)
         found["direct_us"] = _processor_s(rig.rounds, direct) * 1e6
         rig.report.say("G3", direction=direction(is_store), count=of.count, **found)
-        for way in rig.ways:
-            most[way.name] = max(most.get(way.name, 0.0), found[f"{way.name}_us"])
+        for method in rig.methods:
+            most[method.name] = max(most.get(method.name, 0.0), found[f"{method.name}_us"])
     for name, microseconds in most.items():
         rig.report.goal(f"G3 {name}, us of the host for a job", microseconds, 50.0, at_most=True)
 
@@ -434,8 +434,8 @@ def _processor_s(rounds: int, call: Callable[[], None]) -> float:
     return (time.process_time() - began_s) / rounds
 
 
-def _submit_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
-    engine = way.engine(is_store)
+def _submit_s(rig: Rig, method: CopyMethod, runs: CopyRuns, is_store: bool) -> float:
+    engine = method.engine(is_store)
     best = float("inf")
     for number in range(rig.rounds):
         job_id = JobId(-1 - number)
@@ -451,26 +451,26 @@ def _submit_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
 class QueuedCopies:
     """Jobs of one direction that are submitted together, and the chunks of each job in pinned memory."""
 
-    way: Way
+    method: CopyMethod
     is_store: bool
     runs: list[CopyRuns]
     chunks: list[list[tuple[bytes, Slot]]]
 
     def take_s(self, ids: Iterator[int], arena: RamArena | None) -> float:
         """Seconds from the first `submit` to the last result. With an arena, seals or checks the chunks."""
-        engine, job_ids = self.way.engine(self.is_store), [JobId(next(ids)) for _ in self.runs]
+        engine, job_ids = self.method.engine(self.is_store), [JobId(next(ids)) for _ in self.runs]
         began_s = time.perf_counter()
         for job_id, runs, chunks in zip(job_ids, self.runs, self.chunks, strict=True):
             take = None if arena is None else partial(_first_failure, self.is_store, arena, chunks)
             before, after = (None, take) if self.is_store else (take, None)
             if not engine.submit(job_id, runs, before, after):
-                raise RuntimeError(f"{self.way.name}: a job was refused")
+                raise RuntimeError(f"{self.method.name}: a job was refused")
         if not engine.wait(job_ids, TIMEOUT_S):
-            raise RuntimeError(f"{self.way.name}: the jobs did not end")
+            raise RuntimeError(f"{self.method.name}: the jobs did not end")
         seconds = time.perf_counter() - began_s
         for result in engine.poll():
             if result.failure is not None:
-                raise RuntimeError(f"{self.way.name}: {result.failure}")
+                raise RuntimeError(f"{self.method.name}: {result.failure}")
         return seconds
 
 
@@ -483,7 +483,7 @@ def part_of(runs: CopyRuns, rows: np.ndarray) -> CopyRuns:  # type: ignore[type-
     return CopyRuns.of_rows(rows.reshape(-1), int(rows[:, 5].sum()), int(rows[:, 4] @ rows[:, 5]), runs.spans)
 
 
-def queued_copies(way: Way, is_store: bool, runs: CopyRuns) -> QueuedCopies:
+def queued_copies(method: CopyMethod, is_store: bool, runs: CopyRuns) -> QueuedCopies:
     table = runs.rows.reshape(-1, ROW_WORDS)
     parts = [part_of(runs, rows) for rows in np.array_split(table, CHECKED_JOBS)]
     begins = np.cumsum([0, *(part.total_bytes for part in parts)]).tolist()
@@ -491,24 +491,24 @@ def queued_copies(way: Way, is_store: bool, runs: CopyRuns) -> QueuedCopies:
         [(b"chunk", Slot(((at, min(CHUNK_BYTES, end - at)),))) for at in range(begin, end, CHUNK_BYTES)]
         for begin, end in itertools.pairwise(begins)
     ]
-    return QueuedCopies(way, is_store, parts, chunks)
+    return QueuedCopies(method, is_store, parts, chunks)
 
 
 def g4_checksums(rig: Rig) -> None:
     """G4 for each copy method and direction. Stores come first, because they seal the chunks that loads check."""
     of = fragments(CHECKED_FRAGMENT_BYTES, rig.total_bytes)
-    for way in rig.ways:
-        arena = RamArena(way.arena.nbytes, CHUNK_BYTES, way.arena, rig.digest_threads)
+    for method in rig.methods:
+        arena = RamArena(method.arena.nbytes, CHUNK_BYTES, method.arena, rig.digest_threads)
         for is_store in (True, False):
-            queued = queued_copies(way, is_store, rig.runs(way, of, is_store))
+            queued = queued_copies(method, is_store, rig.runs(method, of, is_store))
             plain_s = min(queued.take_s(rig.ids, None) for _ in range(rig.rounds))
             if not is_store:
-                queued_copies(way, True, rig.runs(way, of, True)).take_s(rig.ids, arena)
+                queued_copies(method, True, rig.runs(method, of, True)).take_s(rig.ids, arena)
             checked_s = min(queued.take_s(rig.ids, arena) for _ in range(rig.rounds))
             rates = {"plain_gb_s": of.total_bytes / plain_s / 1e9, "checked_gb_s": of.total_bytes / checked_s / 1e9}
             word = direction(is_store)
-            rig.report.say("G4", way=way.name, direction=word, threads=rig.digest_threads, **rates)
-            rig.report.goal(f"G4 {way.name} {word}s with checksums, of those without", plain_s / checked_s, 0.95)
+            rig.report.say("G4", way=method.name, direction=word, threads=rig.digest_threads, **rates)
+            rig.report.goal(f"G4 {method.name} {word}s with checksums, of those without", plain_s / checked_s, 0.95)
 
 
 def measurements(rig: Rig) -> Iterator[Callable[[], None]]:

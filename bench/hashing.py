@@ -94,7 +94,7 @@ class Chain:
 
     def run(self, tokens: list[int]) -> list[bytes]:
         known_tokens, self._known_tokens = self._known_tokens, len(tokens)
-        return self._hashes.upto(tokens, known_tokens)
+        return self._hashes.prefix_hashes(tokens, known_tokens)
 
 
 class Keys:

@@ -16,7 +16,7 @@ NO_WORK = Work(0, 0)
 
 
 @dataclass
-class Bill:
+class LifeTimes:
     """CPU time of the thread in microseconds, by part and by step of the engine, with hits, work and plans."""
 
     us: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -54,45 +54,45 @@ class Driver:
 
     Args:
         side: the scheduler half under test.
-        bill: receives the times of the calls.
+        times: receives the times of the calls.
     """
 
-    def __init__(self, side: Side, bill: Bill) -> None:
-        self.side, self.engine, self.bill = side, side.engine, bill
+    def __init__(self, side: Side, times: LifeTimes) -> None:
+        self.side, self.engine, self.times = side, side.engine, times
         self._outcome = NOTHING
         """Outcome of the previous step. Workers report it at the end of the next step."""
 
     def step(self, part: str, step: Step) -> None:
         """Runs one step of the engine. A store that is planned in this step ends with the next step."""
-        side, bill = self.side, self.bill
+        side, times = self.side, self.times
         output = self.engine.run(step)
-        plan = bill.time(part, side.plan, output)
+        plan = times.time(part, side.plan, output)
         self.engine.computed(step)
         work = side.work(plan)
-        bill.work = Work(*map(sum, zip(bill.work, work, strict=True)))
-        if bill.keeps_plans:
-            bill.plans.append(plan)
+        times.work = Work(*map(sum, zip(times.work, work, strict=True)))
+        if times.keeps_plans:
+            times.plans.append(plan)
         ended, self._outcome = self._outcome, side.outcome(plan) or NOTHING
-        bill.time("load end" if ended.finished_recving else "step end", side.update, ended)
-        bill.time("report", side.report)
-        bill.end_step()
+        times.time("load end" if ended.finished_recving else "step end", side.update, ended)
+        times.time("report", side.report)
+        times.end_step()
 
     def begin(self, request: LifeRequest) -> int:
         """Looks the request up and allocates its blocks. Returns the number of tokens to load; the next step has the
         load."""
-        side, bill = self.side, self.bill
-        bill.time("begin", side.begin, request)
+        side, times = self.side, self.times
+        times.time("begin", side.begin, request)
         return self.look_up(request)
 
     def look_up(self, request: LifeRequest) -> int:
         """Looks up a request without blocks, as the engine does for a new request and after a preemption."""
-        side, bill = self.side, self.bill
-        found = int(bill.time("lookup", side.lookup, request, 0))
+        side, times = self.side, self.times
+        found = int(times.time("lookup", side.lookup, request, 0))
         blocks = self.engine.admit(request, found)
-        bill.time("allocation", side.allocate, request, blocks, found)
+        times.time("allocation", side.allocate, request, blocks, found)
         if found:
-            bill.time("sources", side.sources, request, found)
-        bill.hit_tokens = found
+            times.time("sources", side.sources, request, found)
+        times.hit_tokens = found
         return found
 
     def load(self, request: LifeRequest, num_tokens: int) -> None:
@@ -106,7 +106,7 @@ class Driver:
         engine, is_first, was_loaded = self.engine, True, request.num_computed_tokens > 0
         while request.num_computed_tokens < request.num_tokens:
             if is_first and was_loaded:
-                self.bill.time("first step", self.side.allocate, request, engine.blocks(request), 0)
+                self.times.time("first step", self.side.allocate, request, engine.blocks(request), 0)
             begins = (request,) if is_first else ()
             step = Step(
                 {request: engine.next_tokens(request)},
@@ -125,7 +125,7 @@ class Driver:
     def finish(self, request: LifeRequest, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
         """Finishes the request, and runs the steps until its stores have ended."""
         request.status = status
-        self.bill.time("finish", self.side.finish, request, self.engine.get_block_ids(request.request_id))
+        self.times.time("finish", self.side.finish, request, self.engine.get_block_ids(request.request_id))
         self.engine.free(request)
         self.step("finish", Step(finished=(request,)))
         self.step("finish", Step())

@@ -47,7 +47,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from life_driver import Bill, Driver, append_token
+from life_driver import Driver, LifeTimes, append_token
 from life_engine import STEP_TOKENS, Step
 from life_prompts import SCENARIOS, Prompts
 from life_sides import Side
@@ -66,30 +66,30 @@ ROUNDS = {8192: 9, 131072: 5}
 def measure_lives(prompts: Prompts, rounds: int) -> dict[str, Any]:
     """Measures whole lives. The sides alternate."""
     sides = {name: prompts.open(name) for name in prompts.side_names}
-    bills: dict[str, list[Bill]] = {name: [] for name in sides}
+    lives: dict[str, list[LifeTimes]] = {name: [] for name in sides}
     gc.collect()
     gc.disable()
     for number in range(rounds + 1):
         hashes = prompts.next_hashes()
         for name in list(sides) if number % 2 else reversed(sides):
-            bill = Bill()
-            Driver(sides[name], bill).live(prompts.request(hashes), DECODED_TOKENS)
-            bills[name] += [bill] if number else []
+            times = LifeTimes()
+            Driver(sides[name], times).live(prompts.request(hashes), DECODED_TOKENS)
+            lives[name] += [times] if number else []
     gc.enable()
-    return {name: summary(of_side) for name, of_side in bills.items()}
+    return {name: summary(of_side) for name, of_side in lives.items()}
 
 
-def summary(bills: list[Bill]) -> dict[str, Any]:
+def summary(lives: list[LifeTimes]) -> dict[str, Any]:
     """Medians of lives with equal hits and work."""
-    parts = dict.fromkeys(part for bill in bills for part in bill.us)
-    assert len({(bill.hit_tokens, bill.work) for bill in bills}) == 1, "lives differ in hits or work"
+    parts = dict.fromkeys(part for times in lives for part in times.us)
+    assert len({(times.hit_tokens, times.work) for times in lives}) == 1, "lives differ in hits or work"
     return {
-        "us": {part: statistics.median(bill.us.get(part, 0.0) for bill in bills) for part in parts},
-        "total_us": statistics.median(bill.total_us for bill in bills),
-        "worst_step_us": statistics.median(bill.worst_us for bill in bills),
-        "hit_tokens": bills[0].hit_tokens,
-        "loaded_blocks": bills[0].work.num_loaded,
-        "stored_full_blocks": bills[0].work.num_stored_full,
+        "us": {part: statistics.median(times.us.get(part, 0.0) for times in lives) for part in parts},
+        "total_us": statistics.median(times.total_us for times in lives),
+        "worst_step_us": statistics.median(times.worst_us for times in lives),
+        "hit_tokens": lives[0].hit_tokens,
+        "loaded_blocks": lives[0].work.num_loaded,
+        "stored_full_blocks": lives[0].work.num_stored_full,
     }
 
 
@@ -101,7 +101,7 @@ def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str,
     side = prompts.open(name, num_requests)
     gc.collect()
     gc.disable()
-    driver, hashes, requests = Driver(side, Bill()), prompts.next_hashes(), []
+    driver, hashes, requests = Driver(side, LifeTimes()), prompts.next_hashes(), []
     for number in range(num_requests):
         request = prompts.request(hashes, number % STAGGER_TOKENS)
         found = driver.begin(request)
@@ -111,12 +111,12 @@ def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str,
             side.engine.share(request, requests[0])
         driver.compute(request)
         requests.append(request)
-    driver.bill = Bill()
+    driver.times = LifeTimes()
     for _ in range(DECODED_TOKENS):
         for request in requests:
             append_token(request, side.engine.hash_tokens)
         driver.step("decode", Step(dict.fromkeys(requests, 1)))
-    steps_us = driver.bill.steps_us
+    steps_us = driver.times.steps_us
     start = time.thread_time_ns()
     gc.collect()
     pause_us = (time.thread_time_ns() - start) / 1000
@@ -128,24 +128,24 @@ def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str,
 def measure_besides(prompts: Prompts, name: str) -> dict[str, Any]:
     """Measures an abort, a preemption, the encoding of a plan, and a life with the collector on."""
     side = prompts.open(name)
-    driver, hashes = Driver(side, Bill(keeps_plans=True)), prompts.next_hashes()
+    driver, hashes = Driver(side, LifeTimes(keeps_plans=True)), prompts.next_hashes()
     gc.collect()
     gc.disable()
     for _ in range(2):  # the first round is not counted
         request = prompts.request(hashes)
         driver.load(request, driver.begin(request))
-        plan = driver.bill.plans[-2]
+        plan = driver.times.plans[-2]
         driver.compute(request)
-        driver.bill = Bill()
+        driver.times = LifeTimes()
         driver.preempt(request)
-        preemption = driver.bill
+        preemption = driver.times
         driver.finish(request)
         request = prompts.request(hashes)
         driver.begin(request)
         driver.step("load plan", Step())
-        driver.bill = Bill(keeps_plans=True)
+        driver.times = LifeTimes(keeps_plans=True)
         driver.finish(request, RequestStatus.FINISHED_ABORTED)
-        abort = driver.bill
+        abort = driver.times
     start = time.thread_time_ns()
     encoded = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
     middle = time.thread_time_ns()
@@ -174,11 +174,11 @@ def measure_collector(prompts: Prompts, side: Side, hashes: list[bytes]) -> dict
         else:
             pauses_us[-1] += now_us
 
-    bill, request = Bill(), prompts.request(hashes)
+    times, request = LifeTimes(), prompts.request(hashes)
     gc.collect()
     gc.freeze()
     gc.callbacks.append(watch)
-    Driver(side, bill).live(request, DECODED_TOKENS)
+    Driver(side, times).live(request, DECODED_TOKENS)
     gc.callbacks.remove(watch)
     gc.unfreeze()
     return {"total_us": sum(pauses_us), "worst_us": max(pauses_us, default=0.0), "number": len(pauses_us)}

@@ -41,7 +41,7 @@ def estimate(trace: Trace, capacity: int, *, has_states: bool) -> tuple[ReuseRep
         path = [b"f%d" % name for name in (request.answered or request.chunks)]
         start = time.process_time()
         estimator.count_prompt(request.num_tokens, chunks[:end], states[:end])
-        estimator.use(path, used)
+        estimator.record_use(path, used)
         seconds += time.process_time() - start
         num_chunks += len(chunks)
     return estimator.report(), 1e6 * seconds / num_chunks

@@ -38,7 +38,7 @@ from reuse_policies import Hindsight, Junctions, Ladder
 from hybridkv.cli.simulation.policies import PlannerStops, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, SimulationResult, StopPolicy, simulate, unique_chunks
 from hybridkv.cli.simulation.traces import Trace
-from hybridkv.planner.checkpoints import awaited, experience, placement, seen
+from hybridkv.planner.checkpoints import answer_reuse, experience, placement, seen
 
 SIZES: Final = (5, 10, 30, 100)
 LADDER_CHUNKS: Final = 8
@@ -97,7 +97,7 @@ def row_of(trace: Trace, size: int, outcomes: dict[str, SimulationResult]) -> di
 @contextmanager
 def _changed(name: str, value: float) -> Iterator[None]:
     """Sets another value of a constant in every module that reads it."""
-    readers = [module for module in (awaited, experience, placement, seen) if hasattr(module, name)]
+    readers = [module for module in (answer_reuse, experience, placement, seen) if hasattr(module, name)]
     before = getattr(readers[0], name)
     for module in readers:
         setattr(module, name, value)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from life_driver import Bill, Driver
+from life_driver import Driver, LifeTimes
 from life_prompts import SCENARIOS, Prompts
 from life_sides import Ours
 from planner_lookup import PRESETS
@@ -37,18 +37,18 @@ def test_a_cold_prompt_in_a_full_tier_is_found_completely_on_both_sides(preset: 
     for name in prompts.side_names:
         side = prompts.open(name)
         for expected in (0, prompts.stored_tokens):
-            bill = Bill()
-            Driver(side, bill).live(prompts.request(hashes), 2)
-            assert bill.hit_tokens == expected, name
+            times = LifeTimes()
+            Driver(side, times).live(prompts.request(hashes), 2)
+            assert times.hit_tokens == expected, name
 
 
 def test_a_cold_prompt_evicts_earlier_keys() -> None:
     prompts = Prompts("gemma3", TOKENS, "miss")
     side = prompts.open("ours")
     assert isinstance(side, Ours)
-    num_keys, bill = side.index.num_keys, Bill()
-    Driver(side, bill).live(prompts.request(prompts.next_hashes()), 0)
-    assert bill.work.num_stored_full > 0
+    num_keys, times = side.index.num_keys, LifeTimes()
+    Driver(side, times).live(prompts.request(prompts.next_hashes()), 0)
+    assert times.work.num_stored_full > 0
     assert side.index.num_keys == num_keys == len(PRESETS["gemma3"]) * TOKENS // prompts.spec.chunk_tokens
 
 

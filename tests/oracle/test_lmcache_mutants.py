@@ -149,7 +149,7 @@ def answers_are_of_other_blocks(patch: Patch) -> None:
 
 def answers_are_of_other_prompts(patch: Patch) -> None:
     """For the server every prompt is the same."""
-    patch.setattr(session_spec, "words_of", lambda digests, chunk: b"".join(bytes(4 * chunk) for _ in digests))
+    patch.setattr(session_spec, "prefix_words", lambda digests, chunk: b"".join(bytes(4 * chunk) for _ in digests))
 
 
 def identities_leave_out(patch: Patch, digest: bool = False, group: bool = False, block: bool = False) -> None:

@@ -113,7 +113,7 @@ def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_text_ends_with_the_option_to_paste() -> None:
-    lines = planning.text_of(report()).splitlines()
+    lines = planning.plan_text(report()).splitlines()
     assert lines[0] == "granite: max_model_len 8,192, 1 rank, vLLM 0.32.0 on cpu"
     assert [line.split() for line in lines[2:6]] == [
         ["group", "kind", "layers", "block", "tokens", "bytes", "a", "token"],

@@ -27,9 +27,9 @@ from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Schedul
 from hybridkv.connectors.vllm.lmcache.session_spec import page_groups
 from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.keys import words_of
+from hybridkv.lmcache.keys import prefix_words
 from hybridkv.lmcache.operations import LookupHandle, Prefix, PrefixHit
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
 
@@ -81,8 +81,8 @@ class FakeServer:
             self.locked[asked.session] = found
         asked.lookup.end(CallAnswer(found))
 
-    def fail(self, trouble: Trouble = Trouble.LOST, which: int = 0) -> None:
-        self.asked.pop(which).lookup.end(CallFailure(trouble))
+    def fail(self, reason: CallFailureReason = CallFailureReason.LOST, which: int = 0) -> None:
+        self.asked.pop(which).lookup.end(CallFailure(reason))
 
 
 def layout_of(groups: Sequence[GroupSpec], world_size: int = 1) -> CacheLayout:
@@ -143,7 +143,7 @@ class FakeEngine:
         room = LoadRoom(self.admission, self.clock)
 
         def ask(digests: Sequence[bytes]) -> LookupHandle:
-            return self.server.lookup(Prefix("cache", world_size, words_of(digests, CHUNK)))
+            return self.server.lookup(Prefix("cache", world_size, prefix_words(digests, CHUNK)))
 
         self.load_tracker = LoadTracker(layout, ask, max_chunks, room, self.metrics, self.clock)
         geometry = Geometry(page_groups(layout), CHUNK)

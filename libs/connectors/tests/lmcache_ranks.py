@@ -24,7 +24,7 @@ from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, Pag
 from hybridkv.connectors.vllm.lmcache.session import RankSession
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, num_chunks, page_groups, session_spec_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
-from hybridkv.lmcache.calls import CallAnswer, Ended
+from hybridkv.lmcache.calls import CallAnswer, CallResult
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
@@ -272,7 +272,7 @@ class Rank:
     def is_readable(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> bool:
         """True if this rank's part of the whole prefix is readable, now or soon."""
         session = self.session
-        ended: Ended[None] = wait(
+        ended: CallResult[None] = wait(
             lambda end: session.operations.confirm(session.prefix(digests), self.rank, timeout_s, end)
         )
         return ended == CallAnswer(None)

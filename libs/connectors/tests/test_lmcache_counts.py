@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.worker import ServerCounts
-from hybridkv.lmcache.calls import Trouble
+from hybridkv.lmcache.calls import CallFailureReason
 from hybridkv.lmcache.operations import OperationCounts
 from hybridkv.metrics import LMCACHE_FAILURES
 
@@ -28,7 +28,7 @@ def test_new_events_are_counted_once() -> None:
             stored_chunks=5,
             retrieves=3,
             retrieved_chunks=8,
-            lacks={"lookup timeout": 1, "store refused": 1, "retrieve lost": 1},
+            failures={"lookup timeout": 1, "store refused": 1, "retrieve lost": 1},
         )
     )
     assert taken(metrics) == {
@@ -49,7 +49,7 @@ def test_new_events_are_counted_once() -> None:
         stored_chunks=5,
         retrieves=3,
         retrieved_chunks=8,
-        lacks={"lookup timeout": 2, "store refused": 1, "retrieve lost": 1},
+        failures={"lookup timeout": 2, "store refused": 1, "retrieve lost": 1},
     )
     counts.operations(later)
     assert taken(metrics) == {"operations_total lookup timeout": 1}
@@ -58,11 +58,11 @@ def test_new_events_are_counted_once() -> None:
 
 
 def test_every_trouble_is_a_label_of_the_catalogue() -> None:
-    assert set(LMCACHE_FAILURES) == {str(trouble) for trouble in Trouble}
+    assert set(LMCACHE_FAILURES) == {str(reason) for reason in CallFailureReason}
     metrics = ConnectorMetrics()
-    lacks = {f"store {trouble}": 1 for trouble in Trouble}
-    ServerCounts(metrics).operations(OperationCounts(stores=len(lacks), lacks=lacks))
-    assert len(taken(metrics)) == len(Trouble)
+    failures = {f"store {reason}": 1 for reason in CallFailureReason}
+    ServerCounts(metrics).operations(OperationCounts(stores=len(failures), failures=failures))
+    assert len(taken(metrics)) == len(CallFailureReason)
 
 
 def test_a_state_is_reported_when_it_changes() -> None:

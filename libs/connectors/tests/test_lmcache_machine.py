@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadStage
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad, PageStore
-from hybridkv.lmcache.calls import CallAnswer, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailureReason
 from hybridkv.planner import last_boundary
 
 MODELS: tuple[Any, ...] = ((FULL,), (FULL, WINDOW), (STATE, FULL), (FULL, DRAFTER), (WINDOW, STATE, FULL, DRAFTER))
@@ -240,10 +240,13 @@ class Machine(RuleBasedStateMachine):
         server.answer(num_chunks, data.draw(st.integers(0, len(server.asked) - 1)))
 
     @precondition(lambda self: self.engine.server.asked)
-    @rule(data=st.data(), trouble=st.sampled_from([Trouble.LOST, Trouble.TIMEOUT, Trouble.BUSY]))
-    def fail(self, data: st.DataObject, trouble: Trouble) -> None:
+    @rule(
+        data=st.data(),
+        reason=st.sampled_from([CallFailureReason.LOST, CallFailureReason.TIMEOUT, CallFailureReason.BUSY]),
+    )
+    def fail(self, data: st.DataObject, reason: CallFailureReason) -> None:
         server = self.engine.server
-        server.fail(trouble, data.draw(st.integers(0, len(server.asked) - 1)))
+        server.fail(reason, data.draw(st.integers(0, len(server.asked) - 1)))
 
     @rule()
     def wait(self) -> None:

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, 
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, session_spec_of
 from hybridkv.lmcache.geometry import Geometry, cut_tables
 from hybridkv.lmcache.page import PageState, payload_of, seal
-from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.pool import Pool, TakenPages
 from kits.lmcache.rig import kept_blocks
 
 
@@ -144,7 +144,7 @@ def test_pages_of_another_prefix_or_group_are_foreign() -> None:
 
 def test_blanked_pages_are_absent_and_others_unchanged() -> None:
     sealed = SealedPages()
-    rest = Taken(sealed.pool.instance, {0: sealed.lease.taken.blocks[0][:1]})
+    rest = TakenPages(sealed.pool.instance, {0: sealed.lease.taken.blocks[0][:1]})
     before = bytes(sealed.pool.page(0, sealed.lease.taken.blocks[0][1]))
     sealed.memory.blank(rest)
     assert sealed.bad() == [(1, 0, 0, PageState.ABSENT)]

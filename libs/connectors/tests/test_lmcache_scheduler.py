@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache import load_tracker
 from hybridkv.connectors.vllm.lmcache.load_tracker import SUSPECT_S
 from hybridkv.hashing import ChunkKeys
-from hybridkv.lmcache.calls import Trouble
+from hybridkv.lmcache.calls import CallFailureReason
 from hybridkv.planner.stages import MAX_FAILED_LOADS
 
 PROMPT = tuple(range(100, 100 + 3 * CHUNK + BLOCK + 1))
@@ -75,14 +75,14 @@ def test_a_request_waits_for_the_answer_and_loads_the_found_chunks(engine: FakeE
     assert is_clean(engine)
 
 
-@pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.TIMEOUT, Trouble.UNSENT, None])
-def test_a_server_without_a_hit_costs_a_request_nothing(engine: FakeEngine, trouble: Trouble | None) -> None:
+@pytest.mark.parametrize("reason", [CallFailureReason.LOST, CallFailureReason.TIMEOUT, CallFailureReason.UNSENT, None])
+def test_a_server_without_a_hit_costs_a_request_nothing(engine: FakeEngine, reason: CallFailureReason | None) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
-    if trouble is None:
+    if reason is None:
         engine.server.answer(0)
     else:
-        engine.server.fail(trouble)
+        engine.server.fail(reason)
     assert engine.half.matched_tokens(request, 0) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
     (store,) = engine.step({"r": len(PROMPT)}).stores
@@ -485,7 +485,7 @@ def test_chunks_are_stored_once_a_server_is_connected(engine: FakeEngine) -> Non
     engine.separate = None
     request = new_request("r", PROMPT)
     engine.half.track(request)
-    engine.server.fail(Trouble.UNSENT)
+    engine.server.fail(CallFailureReason.UNSENT)
     assert engine.half.matched_tokens(request, 0) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
     assert not engine.step({"r": 2 * CHUNK}).stores

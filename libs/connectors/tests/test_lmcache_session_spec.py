@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig, decode_config
 from hybridkv.connectors.vllm.lmcache.session_spec import address_of, num_chunks, page_groups, session_spec_of
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.keys import words_of
+from hybridkv.lmcache.keys import prefix_words
 from hybridkv.lmcache.pool import Pool
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
@@ -105,7 +105,7 @@ def test_page_sizes_of_the_scheduler_are_used() -> None:
 
 def test_words_and_identities_depend_only_on_the_prefix() -> None:
     spec = session_spec_of(config(), layout())
-    assert spec.words([b"one", b"two"]) == words_of([b"one", b"two"], 256) != spec.words([b"two", b"one"])
+    assert spec.words([b"one", b"two"]) == prefix_words([b"one", b"two"], 256) != spec.words([b"two", b"one"])
     pages = itertools.product((b"a", b"b"), (0, 1), (0, 1))
     identities = {spec.identity(*page) for page in pages}
     assert len(identities) == 8

@@ -66,7 +66,7 @@ class SilentServer:
     def send_delayed(self, rank: Rank) -> None:
         """Sends the delayed answers."""
         self.kept.clear()
-        rank.session.connection.suspect()
+        rank.session.connection.check_registration()
 
 
 @pytest.fixture

@@ -35,13 +35,13 @@ from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadSchedule
 from hybridkv.connectors.vllm.offload.stores.store_planner import _StoreInFlight as StoreInFlight
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, LoadAdmission
-from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage
+from hybridkv.planner.stages import NEW_REQUEST, Compute, Holding, Searched, Stage
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SecondaryTier, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 BLOCK = 4
-FOUND = Searched(NEW.past, 1, 20, 0, Hit(16))
+FOUND = Searched(NEW_REQUEST.past, 1, 20, 0, Hit(16))
 SOON_S = patience.seconds(6.0)
 CHANGES = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
@@ -97,18 +97,18 @@ def test_our_hashes_follow_the_present_tokens(changes: list[tuple[int, list[int]
         change(request, kept, new)
         if is_seen:
             fresh = keys.token_hashes(lambda start, end: extra_hash_bytes(request, start, end))
-            assert tracked.prefix_hashes() == fresh.upto(list(request.all_token_ids))
+            assert tracked.prefix_hashes() == fresh.prefix_hashes(list(request.all_token_ids))
 
 
 def test_unchanged_tokens_are_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged: list[int] = []
-    plain = TokenHashes.upto
+    plain = TokenHashes.prefix_hashes
 
-    def upto(self: TokenHashes, tokens: Any, unchanged_tokens: int = 0) -> list[bytes]:
+    def prefix_hashes(self: TokenHashes, tokens: Any, unchanged_tokens: int = 0) -> list[bytes]:
         unchanged.append(unchanged_tokens)
         return plain(self, tokens, unchanged_tokens)
 
-    monkeypatch.setattr(TokenHashes, "upto", upto)
+    monkeypatch.setattr(TokenHashes, "prefix_hashes", prefix_hashes)
     request = new_request()
     tracked = track(request, reuses_hashes=False)
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_results_for_withdrawn_tokens_are_forgotten(
     assert request.num_tokens == 20
     tracked.follow()
     forgotten = (tracked.stage, tracked.last_reply, tracked.stored_tokens, tracked.planned_chunks)
-    assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
+    assert (forgotten == (NEW_REQUEST, None, 0, (0, 0))) is is_lost
 
 
 def new_scheduler(kv_role: Role = BOTH, slower: Sequence[SecondaryTier] = ()) -> OffloadScheduler:
@@ -213,7 +213,7 @@ def test_an_adapter_is_checked_again_while_the_request_waits(tmp_path: Path) -> 
     tracked.stage = Holding(FOUND)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrain")
     assert not requests.identify(tracked)
-    assert (tracked.request_keys, tracked.stage) == (None, NEW)
+    assert (tracked.request_keys, tracked.stage) == (None, NEW_REQUEST)
 
 
 @pytest.mark.usefixtures("_patient")

@@ -52,7 +52,7 @@ def test_an_adapter_has_its_own_keys_for_the_same_prefixes() -> None:
     assert first.key(0, PREFIX, 64) == KEYS.for_adapter(b"first").key(0, PREFIX, 64)
     assert first.key(0, PREFIX, 64)[TAG_BYTES:] == PREFIX[0]
     assert first.keys(0, PREFIX, range(64, 129, 64)) == [first.key(0, PREFIX, end) for end in (64, 128)]
-    hashes = [list(each.token_hashes().upto(range(64))) for each in (KEYS, first, second)]
+    hashes = [list(each.token_hashes().prefix_hashes(range(64))) for each in (KEYS, first, second)]
     assert len({each[0] for each in hashes}) == 3
     with pytest.raises(ValueError, match="must not be empty"):
         KEYS.for_adapter(b"")
@@ -132,8 +132,8 @@ def test_an_empty_prefix_hash_is_refused(place: int) -> None:
 def test_prefix_hashes_belong_to_one_cache() -> None:
     other_cache = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, facts={"weights": "other"}), 64)
     tokens = list(range(128))
-    assert KEYS.token_hashes().upto(tokens) == KEYS.token_hashes(lambda start, end: b"").upto(tokens)
-    assert not set(KEYS.token_hashes().upto(tokens)) & set(other_cache.token_hashes().upto(tokens))
+    assert KEYS.token_hashes().prefix_hashes(tokens) == KEYS.token_hashes(lambda start, end: b"").prefix_hashes(tokens)
+    assert not set(KEYS.token_hashes().prefix_hashes(tokens)) & set(other_cache.token_hashes().prefix_hashes(tokens))
     assert KEYS.token_hashes().block_tokens == KEYS.hash_block_tokens
 
 
@@ -143,7 +143,7 @@ def test_keys_of_a_group_do_not_depend_on_its_position(order: tuple[int, ...]) -
     moved = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, groups=groups), 64)
     for place, group in enumerate(order):
         assert moved.key(place, PREFIX, 128) == KEYS.key(group, PREFIX, 128)
-    assert moved.token_hashes().upto(list(range(128))) == KEYS.token_hashes().upto(list(range(128)))
+    assert moved.token_hashes().prefix_hashes(list(range(128))) == KEYS.token_hashes().prefix_hashes(list(range(128)))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def test_token_hashes_equal_those_of_the_present_tokens(
         before[:] = [min(before[0], kept)]
         if how:
             told = before[0] if is_told else 0
-            assert hashes.upto(request.all_token_ids, told) == TokenHashes(size).upto(request.all_token_ids)
+            tokens = request.all_token_ids
+            assert hashes.prefix_hashes(tokens, told) == TokenHashes(size).prefix_hashes(tokens)
             before[0] = request.num_tokens
 
 
@@ -84,8 +85,8 @@ def test_blocks_that_were_cut_and_grown_again_are_hashed_again(regrown: list[int
     request = Request()
     request.change(0, [1] * 750)
     hashes, chain = RequestBlockHashList(request, 50, sha256), TokenHashes(50)
-    before, chained = hashes[:], list(chain.upto(request.all_token_ids))
+    before, chained = hashes[:], list(chain.prefix_hashes(request.all_token_ids))
     request.change(350, regrown)
     assert len(hashes) == len(before) == 15
-    for now, then in ((hashes[:], before), (chain.upto(request.all_token_ids), chained)):
+    for now, then in ((hashes[:], before), (chain.prefix_hashes(request.all_token_ids), chained)):
         assert [a == b for a, b in zip(now, then, strict=True)] == [True] * 7 + [False] * 8

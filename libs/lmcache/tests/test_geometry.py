@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, common_chunks, cut_tables
-from hybridkv.lmcache.keys import cache_name, words_of
+from hybridkv.lmcache.keys import cache_name, prefix_words
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.planner.coverage import resume_start
 from kits.lmcache.rig import kept_blocks, needed_blocks
@@ -154,9 +154,9 @@ def test_cache_names_differ_by_content_and_layout() -> None:
 
 
 def test_words_are_one_chunk_per_digest() -> None:
-    assert words_of([b"a" * 32, b"b" * 48], 16) == b"a" * 32 + bytes(32) + b"b" * 48 + bytes(16)
+    assert prefix_words([b"a" * 32, b"b" * 48], 16) == b"a" * 32 + bytes(32) + b"b" * 48 + bytes(16)
     with pytest.raises(LMCacheConfigurationError, match="at least 12 tokens"):
-        words_of([b"b" * 48], 8)
+        prefix_words([b"b" * 48], 8)
 
 
 def test_groups_of_the_planner_fit() -> None:

@@ -18,12 +18,12 @@ import pytest
 import zmq
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.channel import Channel
 from hybridkv.lmcache.connection import CLOSE_S, Connection, ConnectionOptions, Down, Ready
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 from hybridkv.lmcache.operations import Pages, PrefixHit
-from hybridkv.lmcache.pool import Taken
+from hybridkv.lmcache.pool import TakenPages
 from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MAX_FRAME_BYTES, MalformedError, read_answer
 from kits.lmcache.rig import Rig, wait
 from kits.lmcache.scripted_server import (
@@ -60,7 +60,7 @@ def _channel(server: ScriptedServer) -> Channel:
     return Channel(server.address.host, server.address.port)
 
 
-def _ping(channel: Channel, timeout_s: float = TIMEOUT_S) -> Ended[bool]:
+def _ping(channel: Channel, timeout_s: float = TIMEOUT_S) -> CallResult[bool]:
     return wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(7), timeout_s, end))
 
 
@@ -81,7 +81,7 @@ def test_a_server_that_never_answers_is_down_and_costs_no_call_time(server: Scri
     try:
         assert eventually(lambda: len(server.calls) >= 2)
         ended = rig.lookup_when_down(digests_of("silence", 1), timeout_s=3600.0)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.UNSENT
     finally:
         rig.close()
 
@@ -97,10 +97,10 @@ def test_an_unanswered_call_ends_at_its_deadline_and_its_late_answer_is_reported
     channel = _channel(server)
     try:
         late: list[bool] = []
-        first: Ended[bool] = wait(
+        first: CallResult[bool] = wait(
             lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, lambda: late.append(True))
         )
-        assert isinstance(first, CallFailure) and first.trouble is Trouble.TIMEOUT
+        assert isinstance(first, CallFailure) and first.reason is CallFailureReason.TIMEOUT
         assert not late
         assert _ping(channel) == CallAnswer(True)
         assert eventually(lambda: late == [True])
@@ -116,7 +116,7 @@ def test_an_answered_call_keeps_no_timer(server: ScriptedServer) -> None:
         assert not channel._open_calls and not channel._timers
         server.script = silent
         ended = _ping(channel, QUICK_S)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT, (
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.TIMEOUT, (
             "the deadline is earlier than all before it"
         )
     finally:
@@ -128,14 +128,14 @@ def test_calls_beyond_the_limit_are_busy(server: ScriptedServer, monkeypatch: py
     server.script = silent
     channel = _channel(server)
     try:
-        ended: list[Ended[bool]] = []
+        ended: list[CallResult[bool]] = []
         for _ in range(3):
             channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
         assert eventually(lambda: len(ended) == 1)
-        assert ended == [CallFailure(Trouble.BUSY, "ping")]
+        assert ended == [CallFailure(CallFailureReason.BUSY, "ping")]
     finally:
         channel.close(TIMEOUT_S)
-    assert ended[1:] == [CallFailure(Trouble.CLOSED, "ping")] * 2
+    assert ended[1:] == [CallFailure(CallFailureReason.CLOSED, "ping")] * 2
     assert isinstance(_ping(channel), CallFailure)
 
 
@@ -145,7 +145,7 @@ def test_a_call_that_is_unsent_at_its_deadline_is_never_sent() -> None:
     channel = Channel(address.host, address.port)
     try:
         ended = _ping(channel, 0.2)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.UNSENT
     finally:
         channel.close(TIMEOUT_S)
 
@@ -154,12 +154,12 @@ def test_a_dropped_connection_ends_its_calls_and_connects_again(server: Scripted
     server.script = silent
     channel = _channel(server)
     try:
-        ended: list[Ended[bool]] = []
+        ended: list[CallResult[bool]] = []
         channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
         assert eventually(lambda: server.calls == ["ping"])
         channel.drop()
         assert eventually(lambda: len(ended) == 1)
-        assert ended == [CallFailure(Trouble.LOST, "ping")]
+        assert ended == [CallFailure(CallFailureReason.LOST, "ping")]
         server.script = polite
         assert _ping(channel) == CallAnswer(True)
     finally:
@@ -186,7 +186,7 @@ def test_an_invalid_answer_is_malformed_and_the_next_one_is_used(server: Scripte
     channel = _channel(server)
     try:
         ended = _ping(channel)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.MALFORMED
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.MALFORMED
         server.script = polite
         assert _ping(channel) == CallAnswer(True)
     finally:
@@ -211,7 +211,7 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         bytes(64 << 20)  # what the script itself allocates
         ended = _ping(channel)
-        assert isinstance(ended, CallFailure) and ended.trouble in {Trouble.LOST, Trouble.TIMEOUT}
+        assert isinstance(ended, CallFailure) and ended.reason in {CallFailureReason.LOST, CallFailureReason.TIMEOUT}
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
     finally:
         channel.close(TIMEOUT_S)
@@ -244,15 +244,15 @@ def test_a_server_that_finds_more_than_was_looked_up_is_malformed(server: Script
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
         ended = rig.lookup(digests_of("more", 4))
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.MALFORMED
-        assert rig.operations.counts().lacks == {"lookup malformed": 1}
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.MALFORMED
+        assert rig.operations.counts().failures == {"lookup malformed": 1}
 
 
 def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [frames[:3]])
         ended = rig.lookup(digests_of("endless", 4), timeout_s=0.3)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.TIMEOUT
         assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
 
 
@@ -263,11 +263,11 @@ def test_void_pages_are_not_written_and_the_locks_are_released(server: ScriptedS
         assert isinstance(found, CallAnswer)
         rig.pool.recreate()
         settled: list[bool] = []
-        pages = Pages(Taken(0, {}), [])
-        ended: Ended[None] = wait(
+        pages = Pages(TakenPages(0, {}), [])
+        ended: CallResult[None] = wait(
             lambda end: rig.operations.retrieve(found.value, 0, pages, TIMEOUT_S, end, lambda: settled.append(True))
         )
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.UNSENT
         assert eventually(lambda: settled == [True] and {"free_lookup_locks", "end_session"} <= set(server.calls))
         assert "retrieve" not in server.calls
 
@@ -363,7 +363,7 @@ def test_a_server_that_returns_with_another_chunk_is_refused(server: ScriptedSer
             "negotiate_chunk_size", lambda name, frames: [[*frames[:3], msgspec.msgpack.encode(512)]]
         )
         rig.connection.channel.drop()
-        rig.connection.doubt()
+        rig.connection.reconnect()
 
         def is_refused() -> bool:
             state = rig.connection.state
@@ -408,9 +408,9 @@ def test_locks_of_a_lookup_during_a_close_are_released(server: ScriptedServer) -
     server.script = slow
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes)
     assert isinstance(rig.connection.wait_ready(TIMEOUT_S), Ready)
-    ended: list[Ended[PrefixHit]] = []
+    ended: list[CallResult[PrefixHit]] = []
 
-    def end(answer: Ended[PrefixHit]) -> None:
+    def end(answer: CallResult[PrefixHit]) -> None:
         ended.append(answer)
         if isinstance(answer, CallAnswer):
             rig.operations.release(answer.value)
@@ -466,7 +466,7 @@ def test_a_channel_without_a_socket_makes_one_when_it_can(
         channel.drop()
         assert eventually(lambda: num_failures[0] >= 1)
         unsent = _ping(channel, 0.1)
-        assert isinstance(unsent, CallFailure) and unsent.trouble is Trouble.UNSENT
+        assert isinstance(unsent, CallFailure) and unsent.reason is CallFailureReason.UNSENT
         assert eventually(lambda: num_failures[0] >= 2)
         may_connect.set()
         assert _ping(channel) == CallAnswer(True)
@@ -485,10 +485,10 @@ def test_a_channel_without_a_socket_closes(server: ScriptedServer, monkeypatch: 
     monkeypatch.setattr(Channel, "_connect", fail)
     channel.drop()
     assert has_failed.wait(TIMEOUT_S)
-    ended: list[Ended[bool]] = []
+    ended: list[CallResult[bool]] = []
     channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
     assert channel.close(TIMEOUT_S)
-    assert ended == [CallFailure(Trouble.CLOSED, "ping")]
+    assert ended == [CallFailure(CallFailureReason.CLOSED, "ping")]
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["half-open", "silent"])
@@ -506,7 +506,7 @@ def test_a_close_with_open_calls_takes_one_bounded_time(
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes)
     rig.ready()
     server.script = _after("unregister_kv_cache", silent) if leaves else silent
-    ended: list[Ended[bool]] = []
+    ended: list[CallResult[bool]] = []
     for _ in range(142):
         rig.connection.channel.call(CODEC_0_5_7RC2.ping(1), 3600.0, ended.append)
     if not leaves:

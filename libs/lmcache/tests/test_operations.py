@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 from caches import digests_of
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.connection import Ready
 from hybridkv.lmcache.detection import ServerFacts
-from hybridkv.lmcache.keys import words_of
+from hybridkv.lmcache.keys import prefix_words
 from hybridkv.lmcache.operations import Operations, Prefix, PrefixHit
 from hybridkv.lmcache.wire import CODEC_0_5_7RC2, RpcCall
 
 CHUNK = 256
-PREFIX = Prefix("model", 1, words_of(digests_of("prefix", 2), CHUNK))
+PREFIX = Prefix("model", 1, prefix_words(digests_of("prefix", 2), CHUNK))
 
 
 class FakeChannel:
     """Answers each call at once from a table; other calls with None."""
 
-    def __init__(self, answers: dict[str, Ended[Any]]) -> None:
+    def __init__(self, answers: dict[str, CallResult[Any]]) -> None:
         self.answers = answers
         self.calls: list[str] = []
 
@@ -31,7 +31,7 @@ class FakeChannel:
         self,
         call: RpcCall[Any],
         timeout_s: float,
-        on_end: Callable[[Ended[Any]], None],
+        on_end: Callable[[CallResult[Any]], None],
         on_late: Callable[[], None] | None = None,
     ) -> None:
         self.calls.append(call.name)
@@ -43,7 +43,7 @@ def _ready() -> Ready:
 
 
 def test_sessions_with_a_lost_end_are_ended_once_when_the_server_returns() -> None:
-    channel = FakeChannel({"end_session": CallFailure(Trouble.LOST)})
+    channel = FakeChannel({"end_session": CallFailure(CallFailureReason.LOST)})
     posted: list[Callable[[Ready], None]] = []
     connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=posted.append)
     operations = Operations(connection, lambda: 0.0)
@@ -60,7 +60,7 @@ def test_sessions_with_a_lost_end_are_ended_once_when_the_server_returns() -> No
 
 
 def test_sessions_are_ended_with_the_next_one_if_the_task_was_dropped() -> None:
-    channel = FakeChannel({"end_session": CallFailure(Trouble.LOST)})
+    channel = FakeChannel({"end_session": CallFailure(CallFailureReason.LOST)})
     connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=lambda errand: None)
     operations = Operations(connection, lambda: 0.0)
     operations.release(PrefixHit(PREFIX, None, 1, "first"))
@@ -72,10 +72,10 @@ def test_sessions_are_ended_with_the_next_one_if_the_task_was_dropped() -> None:
         channel.calls.clear()
 
 
-def _look_up(channel: FakeChannel) -> Ended[PrefixHit]:
+def _look_up(channel: FakeChannel) -> CallResult[PrefixHit]:
     ready = _ready()
     connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
-    ended: list[Ended[PrefixHit]] = []
+    ended: list[CallResult[PrefixHit]] = []
     Operations(connection, lambda: 0.0).lookup(PREFIX, None, 1.0, ended.append)
     assert len(ended) == 1
     return ended[0]
@@ -84,10 +84,10 @@ def _look_up(channel: FakeChannel) -> Ended[PrefixHit]:
 @pytest.mark.parametrize(
     ("poll", "lookup"),
     [
-        (CallFailure(Trouble.UNSENT), CallFailure(Trouble.TIMEOUT, "lookup")),
-        (CallFailure(Trouble.BUSY), CallFailure(Trouble.BUSY)),
-        (CallFailure(Trouble.TIMEOUT), CallFailure(Trouble.TIMEOUT)),
-        (CallFailure(Trouble.MALFORMED), CallFailure(Trouble.MALFORMED)),
+        (CallFailure(CallFailureReason.UNSENT), CallFailure(CallFailureReason.TIMEOUT, "lookup")),
+        (CallFailure(CallFailureReason.BUSY), CallFailure(CallFailureReason.BUSY)),
+        (CallFailure(CallFailureReason.TIMEOUT), CallFailure(CallFailureReason.TIMEOUT)),
+        (CallFailure(CallFailureReason.MALFORMED), CallFailure(CallFailureReason.MALFORMED)),
     ],
     ids=["unsent", "busy", "timeout", "malformed"],
 )
@@ -97,10 +97,10 @@ def test_a_sent_lookup_is_released_however_its_poll_ends(poll: CallFailure, look
     assert channel.calls == ["lookup", "query_prefetch_status", "free_lookup_locks", "end_session"]
 
 
-@pytest.mark.parametrize("trouble", [Trouble.UNSENT, Trouble.BUSY])
-def test_a_lookup_that_was_not_sent_releases_nothing(trouble: Trouble) -> None:
-    channel = FakeChannel({"lookup": CallFailure(trouble)})
-    assert _look_up(channel) == CallFailure(trouble)
+@pytest.mark.parametrize("reason", [CallFailureReason.UNSENT, CallFailureReason.BUSY])
+def test_a_lookup_that_was_not_sent_releases_nothing(reason: CallFailureReason) -> None:
+    channel = FakeChannel({"lookup": CallFailure(reason)})
+    assert _look_up(channel) == CallFailure(reason)
     assert channel.calls == ["lookup"]
 
 

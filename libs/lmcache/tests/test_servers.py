@@ -5,7 +5,7 @@ import uuid
 import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -172,7 +172,7 @@ def test_no_lock_and_no_session_is_left(server: ServerProcess) -> None:
         assert rig.pool.num_taken == 0
         counts = rig.operations.counts()
         assert (counts.lookups, counts.found, counts.stores, counts.retrieves) == (4, 3, 1, 2)
-        assert (counts.stored_chunks, counts.retrieved_chunks, counts.lacks) == (4, 4 + 2, {})
+        assert (counts.stored_chunks, counts.retrieved_chunks, counts.failures) == (4, 4 + 2, {})
 
 
 def test_a_withdrawn_chunk_is_not_found_and_the_rest_is(server: ServerProcess) -> None:
@@ -195,7 +195,7 @@ def test_a_pool_that_a_server_forgot_is_registered_again(server: ServerProcess) 
         assert ready is not None
         rig.ask(ready.codec.unregister(rig.pool.instance))
         ended = rig.store(digests, content)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.REFUSED
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.REFUSED
         assert eventually(lambda: rig.store(digests, content) == CallAnswer(None))
         assert eventually(lambda: rig.num_found(digests) == 1)
 

@@ -12,7 +12,7 @@ import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, CallAnswer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import MAY_STILL_RUN, NOT_SENT, CallAnswer, CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -73,7 +73,7 @@ def test_a_new_server_reads_the_disk_of_the_old_one_and_a_changed_byte_is_found(
         site.server.kill()
         assert eventually(lambda: isinstance(rig.connection.state, Down))
         ended = rig.lookup(digests)
-        assert isinstance(ended, CallFailure) and ended.trouble in NEVER_LEFT
+        assert isinstance(ended, CallFailure) and ended.reason in NOT_SENT
         site.start()
         rig.ready()
         _, found, states = rig.retrieve(digests)
@@ -107,7 +107,7 @@ def test_a_server_killed_during_calls_ends_every_call_and_serves_again(site: Ser
         contents = [content_of(("killed", number), rig.geometry, 2) for number in range(4)]
         rig.store_readable(digests[0], contents[0])
         site.server.signal(signal.SIGSTOP)  # so that the calls are certainly in flight
-        ended: list[Ended[None]] = []
+        ended: list[CallResult[None]] = []
         threads = [
             threading.Thread(target=lambda n=n: ended.append(rig.store(digests[n], contents[n]))) for n in (1, 2, 3)
         ]
@@ -119,7 +119,7 @@ def test_a_server_killed_during_calls_ends_every_call_and_serves_again(site: Ser
         for thread in threads:
             thread.join(patience.seconds(30.0))
         assert len(ended) == 4
-        assert all(isinstance(each, CallFailure) and each.trouble in MAY_HAPPEN | NEVER_LEFT for each in ended), ended
+        assert all(isinstance(each, CallFailure) and each.reason in MAY_STILL_RUN | NOT_SENT for each in ended), ended
         instance = rig.pool.instance
         # A heartbeat that is still waiting would find a server that starts soon.
         assert eventually(lambda: isinstance(rig.connection.state, Down))
@@ -139,11 +139,11 @@ def test_a_stopped_server_costs_the_deadline(site: ServerSite) -> None:
         content = content_of("stopped", rig.geometry, 1)
         site.server.signal(signal.SIGSTOP)
         ended = rig.store(digests, content, timeout_s=patience.seconds(0.05))
-        assert isinstance(ended, CallFailure) and ended.trouble in MAY_HAPPEN
+        assert isinstance(ended, CallFailure) and ended.reason in MAY_STILL_RUN
         assert rig.pool.num_taken == 4, "the server may still read them"
         assert eventually(lambda: isinstance(rig.connection.state, Down))
         lookup = rig.lookup(digests, timeout_s=0.5)
-        assert isinstance(lookup, CallFailure) and lookup.trouble is Trouble.UNSENT
+        assert isinstance(lookup, CallFailure) and lookup.reason is CallFailureReason.UNSENT
         site.server.signal(signal.SIGCONT)
         assert eventually(lambda: isinstance(rig.connection.state, Ready))
         assert rig.pool.num_taken == 0

@@ -8,7 +8,7 @@ import pytest
 from caches import DEEPSEEK_V4, FULL, QWEN3_NEXT, RECURRENT, content_of, digests_of
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason
 from hybridkv.lmcache.connection import Down
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
@@ -40,7 +40,7 @@ def test_a_state_is_refused_by_a_server_without_separate_object_groups(plain_ser
     try:
         assert "--separate-object-groups" in _refusal(rig)
         ended = rig.lookup_when_down(digests_of("refused", 1))
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.UNSENT
     finally:
         rig.close()
 

@@ -74,7 +74,7 @@ def test_every_size_restores_as_much_as_an_exact_tier(
         ends = states[-1:]
         total += len(chunks)
         estimator.count_prompt(len(chunks) * CHUNK_TOKENS, chunks, states)
-        estimator.use(chunks, ends)
+        estimator.record_use(chunks, ends)
         for multiple, tier in tiers.items():
             restored[multiple] += restored_chunks(tier, chunks, states)
             for key in ends:
@@ -99,7 +99,7 @@ def test_unique_prompts_and_looping_prompts_are_distinguished() -> None:
     for number in range(120):
         chunks = names(b"once", range(number * 100, number * 100 + num_chunks))
         unique.count_prompt(num_chunks * CHUNK_TOKENS, chunks)
-        unique.use(chunks)
+        unique.record_use(chunks)
     assert unique.report().reused_tokens == 0
     assert unique.report().bytes_for(0.95) is None
 
@@ -108,7 +108,7 @@ def test_unique_prompts_and_looping_prompts_are_distinguished() -> None:
         for number in range(40):
             chunks = names(b"again", range(number * 100, number * 100 + num_chunks))
             loop.count_prompt(num_chunks * CHUNK_TOKENS, chunks)
-            loop.use(chunks)
+            loop.record_use(chunks)
     report = loop.report()
     assert report.restored_tokens(capacity) == 0, "a loop larger than the tier restores nothing"
     assert report.reused_tokens == pytest.approx(report.prompt_tokens * 2 / 3)
@@ -119,7 +119,7 @@ def test_reused_tokens_end_at_the_deepest_state() -> None:
     estimator = ReuseEstimator(CAPACITY, CHUNK_BYTES, CHUNK_TOKENS, STATE_BYTES)
     path = range(10)
     chunks, states = names(b"chunk", path), names(b"state", path)
-    estimator.use(chunks, [states[3], states[7]])
+    estimator.record_use(chunks, [states[3], states[7]])
     estimator.count_prompt(10 * CHUNK_TOKENS, chunks, states)
     assert estimator.report().reused_tokens == 8 * CHUNK_TOKENS
     estimator.count_prompt(7 * CHUNK_TOKENS, chunks[:7], states[:7])
@@ -136,7 +136,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         again = names(b"chunk", range(number // 2 * 20, number // 2 * 20 + chance.randrange(20)))
         for keys in (chunks, again):
             estimator.count_prompt(len(keys) * CHUNK_TOKENS, keys, keys)
-            estimator.use(keys, keys[-1:])
+            estimator.record_use(keys, keys[-1:])
     assert len(estimator._chunks) <= 256 and len(estimator._states) <= 64
     assert len(estimator._epochs) <= reuse.MAX_EPOCHS
     assert all(epoch.num_bytes >= 0 for epoch in estimator._epochs)
@@ -150,7 +150,7 @@ def test_fading_halves_counts_and_forgetting_keeps_them() -> None:
     chunks = names(b"chunk", range(8))
     for _ in range(2):
         estimator.count_prompt(8 * CHUNK_TOKENS, chunks)
-        estimator.use(chunks)
+        estimator.record_use(chunks)
     assert estimator.report().reused_tokens == 8 * CHUNK_TOKENS
     estimator.fade()
     assert estimator.report().prompt_tokens == estimator.report().reused_tokens * 2 == 8 * CHUNK_TOKENS

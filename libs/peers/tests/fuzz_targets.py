@@ -121,7 +121,7 @@ def _nixl(data: bytes) -> None:
     if not isinstance(found, str):
         agent, metadata, memory = found
         assert isinstance(agent, str) and isinstance(metadata, bytes)
-        memory.why_not("remote", *(np.array([each], dtype=np.int64) for each in (0, 0, 64)))
+        memory.bounds_error("remote", *(np.array([each], dtype=np.int64) for each in (0, 0, 64)))
 
 
 TARGETS = (

@@ -78,7 +78,7 @@ def world(
 
 def require_read(case: World) -> None:
     for rank in range(len(case.ours)):
-        outcome = run_reads(case, rank, serves_blocks=False)
+        outcome = run_reads(case, rank, holds_all=True)
         assert outcome.refusal is None, outcome.refusal
         for index, table in enumerate(case.tables[0]):
             if case.num_tokens > case.computed_tokens:
@@ -170,6 +170,6 @@ def test_a_token_in_the_place_of_another_is_noticed() -> None:
     case = world((MIXED, MIXED), (45, 0))
     assert isinstance(compare(case.ours[0], case.theirs[0]), Agreement)
     for shifted in range(3):
-        outcome = run_reads(case, 0, serves_blocks=False, shifted=shifted)
+        outcome = run_reads(case, 0, holds_all=True, shifted=shifted)
         wrong = [i for i, table in enumerate(case.tables[0]) if wrong_reads(outcome.ours, i, list(table), 45)]
         assert wrong == [shifted]

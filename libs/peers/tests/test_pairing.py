@@ -27,7 +27,7 @@ MODERATE = settings(max_examples=examples(60), deadline=None, suppress_health_ch
 @given(worlds())
 def test_every_byte_that_a_resume_reads_is_right_and_no_other_is_written(world: World) -> None:
     for rank in range(len(world.ours)):
-        outcome = run_reads(world, rank, serves_blocks=False)
+        outcome = run_reads(world, rank, holds_all=True)
         assert outcome.refusal is None, outcome.refusal
         for index, table in enumerate(world.tables[0]):
             if world.num_tokens > world.computed_tokens:
@@ -101,7 +101,7 @@ def test_a_block_that_could_be_hit_with_a_hole_is_refused() -> None:
     refused = run_reads(case, 0).refusal
     assert refused is not None
     assert refused.field == "block_ids[0]"
-    assert run_reads(case, 0, serves_blocks=False).refusal is None
+    assert run_reads(case, 0, holds_all=True).refusal is None
 
 
 def test_a_request_with_too_many_runs_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,23 +47,23 @@ def test_a_read_of_two_ranks_is_reported_when_both_are_checked() -> None:
     assert commands == [Start(0), Check(0), ReleaseLease(0), Start(1), Check(1)]
     life, commands = run(life, Checked(1))
     assert commands == [ReleaseLease(1), Report(None)]
-    assert life.over
+    assert life.is_over
 
 
 def test_a_rank_without_needed_content_is_released_and_not_awaited() -> None:
     life = begin((True, False), BOUNDS, 0.0)
     life, commands = run(life, Connected(0), TransferEnded(0), Checked(0))
     assert commands[-1] == Report(None)
-    assert not life.over
+    assert not life.is_over
     life, commands = run(life, Connected(1))
     assert commands == [ReleaseLease(1)]
-    assert life.over
+    assert life.is_over
 
 
 def test_a_full_local_prefix_reads_nothing_and_releases_the_lease() -> None:
     life, commands = run(begin((False,), BOUNDS, 0.0), Connected(0))
     assert commands == [ReleaseLease(0)]
-    assert life.over
+    assert life.is_over
 
 
 def test_a_lease_that_ended_fails_the_request() -> None:
@@ -99,7 +99,7 @@ def test_a_peer_that_never_answers_fails_the_request_at_its_deadline() -> None:
     assert commands == []
     life, commands = run(life, Tick(), now_s=10.0)
     assert commands == [Report(ReadFailure.TIMEOUT)]
-    assert life.over
+    assert life.is_over
 
 
 def test_a_failed_rank_ends_the_others_and_a_late_one_is_released() -> None:
@@ -109,10 +109,10 @@ def test_a_failed_rank_ends_the_others_and_a_late_one_is_released() -> None:
     assert commands == [Start(0), Start(1), Cancel(0), Cancel(1)]
     life, commands = run(life, TransferEnded(0), TransferEnded(1))
     assert commands == [ReleaseLease(0), ReleaseLease(1), Report(ReadFailure.GONE)]
-    assert not life.over
+    assert not life.is_over
     life, commands = run(life, Connected(2))
     assert commands == [ReleaseLease(2)]
-    assert life.over
+    assert life.is_over
 
 
 def test_no_stage_continues_after_the_deadline_of_the_whole_read() -> None:
@@ -226,7 +226,7 @@ class ReadMachine(RuleBasedStateMachine):
             self.feed(TransferEnded(peer))
         self.now_s += 1000.0
         self.feed(Tick())
-        assert self.life.over
+        assert self.life.is_over
         assert len(self.reports) == self.wanted
         assert set(self.released) == self.connected
 

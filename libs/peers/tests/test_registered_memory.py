@@ -23,4 +23,4 @@ def test_only_ranges_in_registered_memory_pass_whatever_the_numbers(found: list[
         0 <= region < 3 and size > 0 and offset >= 0 and offset + size <= sizes[region]
         for region, offset, size in found
     )
-    assert (memory.why_not("remote", *columns) is None) is is_inside
+    assert (memory.bounds_error("remote", *columns) is None) is is_inside

@@ -34,7 +34,8 @@ def agreed(world: World) -> Agreement:
     return agreement
 
 
-def run_reads(world: World, rank: int, serves_blocks: bool = True, shifted: int | None = None) -> ReadOutcome:
+def run_reads(world: World, rank: int, holds_all: bool = False, shifted: int | None = None) -> ReadOutcome:
+    """With `holds_all` the peers have freed no block, so that no block is missing."""
     names = ByteNumbers()
     ours = Side(world.ours[rank], names)
     for index, table in enumerate(world.tables[0]):
@@ -52,14 +53,17 @@ def run_reads(world: World, rank: int, serves_blocks: bool = True, shifted: int 
             theirs.fill(index, list(table), 0, world.num_tokens)
         agreement = compare(ours.description, theirs.description)
         assert isinstance(agreement, Agreement), agreement
-        remote = offered([group.spec for group in theirs.description.groups], world.tables[1], world.num_tokens)
+        if holds_all:
+            remote = BlockTables.whole(world.num_tokens, world.tables[1])
+        else:
+            remote = offered([group.spec for group in theirs.description.groups], world.tables[1], world.num_tokens)
         if shifted is not None:
             ids = list(remote.block_ids)
             ids[shifted] = (*ids[shifted][1:], *ids[shifted][:1])
             remote = BlockTables(remote.num_tokens, remote.first_blocks, tuple(ids))
         local = BlockTables.whole(world.num_tokens, world.tables[0])
         exchange = Exchange(agreement)
-        found = exchange.pair(local, remote, Resume(world.num_tokens, world.computed_tokens, serves_blocks))
+        found = exchange.pair(local, remote, Resume(world.num_tokens, world.computed_tokens))
         if isinstance(found, Incompatibility):
             return ReadOutcome(ours, before, [], refusal=found)
         pairings.append(found)

@@ -8,9 +8,9 @@ from life_world import World, ask
 from hybridkv.planner import Hit, Miss, Pending, Room, life
 from hybridkv.planner.stages import (
     COMPUTE,
-    GO_WITHOUT,
-    NEW,
+    NEW_REQUEST,
     RELEASE,
+    RELEASE_LATE,
     RETRY_LATER,
     Bounds,
     Facts,
@@ -34,7 +34,7 @@ FOUND = Searched(Past(), 7, 100, 0, Hit(64))
 FOUND_IN_PRIMARY = Searched(Past(), 7, 100, 0, Hit(64), is_in_primary=True)
 LOADING = Loading(Past(), 64)
 GIVEN_UP = GivenUp(Past(failed_loads=3))
-STAGES: tuple[Stage, ...] = (NEW, FOUND, FOUND_IN_PRIMARY, Holding(FOUND), LOADING, GIVEN_UP)
+STAGES: tuple[Stage, ...] = (NEW_REQUEST, FOUND, FOUND_IN_PRIMARY, Holding(FOUND), LOADING, GIVEN_UP)
 stages = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: type(stage).__name__)
 
 
@@ -46,7 +46,7 @@ def facts(hold: HoldState | None = None, room: Room | None = None, now_s: float 
 @pytest.mark.parametrize("hold", [None, *HoldState])
 def test_every_stage_answers_and_repeats_its_answer_when_polled_again(stage: Stage, hold: HoldState | None) -> None:
     again, step = life.resume(stage, facts(hold), BOUNDS)
-    assert life.resume(again, facts(hold), BOUNDS)[1] == step or step in (RELEASE, GO_WITHOUT)
+    assert life.resume(again, facts(hold), BOUNDS)[1] == step or step in (RELEASE, RELEASE_LATE)
 
 
 @stages
@@ -86,7 +86,7 @@ def test_nothing_is_promoted_with_a_single_tier() -> None:
 
 
 def test_a_pending_answer_to_the_last_search_is_a_miss() -> None:
-    _, step = life.searched(NEW, FACTS, BOUNDS, Search(100, only_primary=False, is_last=True), Pending(64))
+    _, step = life.searched(NEW_REQUEST, FACTS, BOUNDS, Search(100, only_primary=False, is_last=True), Pending(64))
     assert step is COMPUTE
 
 
@@ -108,18 +108,18 @@ def test_a_given_up_request_still_lets_others_pass() -> None:
 
 def test_a_boundary_is_lowered_by_a_quarter_until_it_fits_a_few_times() -> None:
     world = World(secondary=set(range(1, 100)), fitting_tokens=30)
-    stage, reply = ask(NEW, world, BOUNDS, 101)
+    stage, reply = ask(NEW_REQUEST, world, BOUNDS, 101)
     # 99, 73, 53, 38, 27
     assert reply is RETRY_LATER and isinstance(stage, Holding) and stage.found.answer == Hit(27)
     world = World(secondary=set(range(1, 10_000)), fitting_tokens=0)
-    stage, reply = ask(NEW, world, BOUNDS, 10_001)
+    stage, reply = ask(NEW_REQUEST, world, BOUNDS, 10_001)
     assert reply is RETRY_LATER and isinstance(stage, Unsearched)
     assert stage.past.room_limit == 997, "not to zero at once: a tier without room may have some soon"
 
 
 def test_the_deadline_of_the_secondary_tier_counts_from_the_first_wait() -> None:
     world = World(secondary={64, 32})
-    stage, _ = ask(NEW, world, BOUNDS, 101)
+    stage, _ = ask(NEW_REQUEST, world, BOUNDS, 101)
     world.now_s, world.hold = 29.0, HoldState.LOST
     world.secondary, world.generation = {32}, 1
     stage, reply = ask(stage, world, BOUNDS, 101)

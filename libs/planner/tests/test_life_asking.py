@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from hybridkv.planner import Hit, Miss, Pending, life
 from hybridkv.planner.stages import (
-    NEW,
+    NEW_REQUEST,
     Bounds,
     Compute,
     Facts,
@@ -45,7 +45,7 @@ def searched(
 
 def looked_up(possible: int, settled: int | None, num_tokens: int = 10_000) -> tuple[Stage, object]:
     """A request that sent lookups, and its next action when `possible` tokens may be found."""
-    stage, action = searched(NEW, facts(num_tokens=num_tokens), MISS)
+    stage, action = searched(NEW_REQUEST, facts(num_tokens=num_tokens), MISS)
     assert isinstance(action, StartLookups)
     stage, again = life.lookups_started(stage, facts(num_tokens=num_tokens), BOUNDS, action)
     assert isinstance(again, Search)
@@ -61,15 +61,15 @@ def test_a_short_prompt_sends_lookups_and_does_not_wait() -> None:
 
 
 def test_a_prompt_without_a_further_boundary_sends_no_lookup() -> None:
-    _, step = searched(NEW, facts(num_tokens=1000), MISS)
+    _, step = searched(NEW_REQUEST, facts(num_tokens=1000), MISS)
     assert isinstance(step, Compute), "its last token is computed in any case"
-    _, step = searched(NEW, facts(num_tokens=1001), MISS)
+    _, step = searched(NEW_REQUEST, facts(num_tokens=1001), MISS)
     assert isinstance(step, StartLookups)
 
 
 def first_wait_s(wait: LookupWait, possible: int = 8000) -> float:
     """Seconds that a request waits for a tier that does not answer."""
-    stage, action = searched(NEW, facts(lookup=wait), MISS)
+    stage, action = searched(NEW_REQUEST, facts(lookup=wait), MISS)
     assert isinstance(action, StartLookups)
     stage, again = life.lookups_started(stage, facts(lookup=wait), BOUNDS, action)
     assert isinstance(again, Search)
@@ -132,7 +132,7 @@ def test_a_long_prompt_sends_its_lookups_once() -> None:
 
 
 def test_lookups_already_in_flight_need_no_second_search() -> None:
-    stage, action = searched(NEW, facts(), Pending(8000), MISS)
+    stage, action = searched(NEW_REQUEST, facts(), Pending(8000), MISS)
     assert isinstance(action, StartLookups)
     waiting, step = life.lookups_started(stage, facts(), BOUNDS, action, is_news=False)
     assert isinstance(step, RetryLater)
@@ -162,17 +162,17 @@ def test_an_engine_pause_does_not_count_as_waiting(pause_s: float, goes_on: bool
 
 
 def test_a_pause_changes_nothing_for_a_request_that_does_not_wait() -> None:
-    assert life.paused(NEW, 40.0) is NEW
+    assert life.paused(NEW_REQUEST, 40.0) is NEW_REQUEST
 
 
 def test_lookups_that_are_sent_again_get_a_new_deadline() -> None:
     stage, _ = looked_up(8000, None)
-    stage = life.sent_again(stage, 40.0, TIMEOUT_S)
+    stage = life.lookups_sent_again(stage, 40.0, TIMEOUT_S)
     _, step = searched(stage, facts(40.5), Pending(8000), MISS)
     assert isinstance(step, RetryLater)
     _, step = searched(stage, facts(40.0 + TIMEOUT_S), Pending(8000), MISS)
     assert isinstance(step, Compute)
-    assert life.sent_again(NEW, 40.0, TIMEOUT_S) is NEW, "the first poll sends them"
+    assert life.lookups_sent_again(NEW_REQUEST, 40.0, TIMEOUT_S) is NEW_REQUEST, "the first poll sends them"
 
 
 @pytest.mark.parametrize("boundary", [None, 8000])
@@ -202,12 +202,12 @@ def test_a_request_without_blocks_sends_its_lookups_once() -> None:
 
 
 def test_a_long_hit_leaves_too_little_for_lookups() -> None:
-    _, step = searched(NEW, facts(), Hit(9000))
+    _, step = searched(NEW_REQUEST, facts(), Hit(9000))
     assert isinstance(step, Promote)
 
 
 def test_no_lookup_is_sent_without_a_tier_that_answers_later() -> None:
-    _, step = searched(NEW, facts(lookup=None), MISS)
+    _, step = searched(NEW_REQUEST, facts(lookup=None), MISS)
     assert isinstance(step, Compute)
 
 
@@ -242,14 +242,14 @@ def test_a_request_waits_for_stores_while_others_send_lookups() -> None:
     stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(0.1), Pending(1500), None)
     assert isinstance(step, RetryLater), "the tiers have answered; a store is about to end"
-    stage, step = searched(NEW, facts(num_tokens=1500, lookup=None), Pending(1400), Pending(1200))
+    stage, step = searched(NEW_REQUEST, facts(num_tokens=1500, lookup=None), Pending(1400), Pending(1200))
     assert isinstance(step, RetryLater) and isinstance(stage, Searched) and stage.answer == Pending(1200)
 
 
 def test_a_key_in_the_lookup_of_another_request_is_looked_up_too() -> None:
-    _, step = searched(NEW, facts(), Pending(9000), MISS)
+    _, step = searched(NEW_REQUEST, facts(), Pending(9000), MISS)
     assert isinstance(step, StartLookups), "pending only because of a lookup: not known"
-    _, step = searched(NEW, facts(), Pending(9000), None)
+    _, step = searched(NEW_REQUEST, facts(), Pending(9000), None)
     assert isinstance(step, RetryLater), "pending because it is being stored"
 
 

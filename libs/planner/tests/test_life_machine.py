@@ -17,7 +17,7 @@ from life_world import World, ask
 
 from hybridkv.planner import Hit, Miss, Pending, Room, RoomBounds, life
 from hybridkv.planner.stages import (
-    NEW,
+    NEW_REQUEST,
     Bounds,
     Compute,
     GivenUp,
@@ -195,7 +195,7 @@ class RequestMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world, self.other_world = World(), World()
-        self.stage: Stage = NEW
+        self.stage: Stage = NEW_REQUEST
         self.reference = Reference()
         self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end), BOUNDARY_TOKENS)
         self.offered: tuple[int, int] | None = None

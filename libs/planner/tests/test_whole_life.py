@@ -9,7 +9,7 @@ import pytest
 import whole_life
 from whole_life import play, play_without_secondary
 
-from hybridkv.planner.stages import NEW, GivenUp, Unsearched
+from hybridkv.planner.stages import NEW_REQUEST, GivenUp, Unsearched
 
 WAITS = ["ask again", "ask again", "ask again"]
 TRIES = ["offer 32", "load 5 chunks", "fail", "offer 24", "load 4 chunks", "fail", "offer 16", "load 3 chunks", "fail"]
@@ -26,7 +26,7 @@ def test_a_request_waits_loads_fails_retries_with_less_and_is_given_up() -> None
 def test_a_request_loads_without_a_secondary_tier_that_times_out() -> None:
     engine = play_without_secondary()
     assert engine.story == WITHOUT
-    assert isinstance(engine.stage, Unsearched) and engine.stage.past.only_primary and engine.stage != NEW
+    assert isinstance(engine.stage, Unsearched) and engine.stage.past.only_primary and engine.stage != NEW_REQUEST
 
 
 def run(source: str) -> list[str]:

@@ -50,7 +50,7 @@ from hybridkv.planner import (  # noqa: E402
     plan_store,
 )
 from hybridkv.planner.stages import (  # noqa: E402
-    NEW,
+    NEW_REQUEST,
     Bounds,
     Compute,
     Facts,
@@ -80,7 +80,7 @@ class Engine:
         self.held: list[Part] | None = None
         self.is_late = False
         self.admission = LoadAdmission(SPEC, max_in_flight_tokens=64)
-        self.stage: Stage = NEW
+        self.stage: Stage = NEW_REQUEST
         self.story: list[str] = []
 
     def hold(self) -> HoldState | None:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, CallAnswer, CallFailure, Ended
+from hybridkv.lmcache.calls import MAY_STILL_RUN, CallAnswer, CallFailure, CallResult
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.geometry import NULL_BLOCK, Geometry, PageGroup
-from hybridkv.lmcache.keys import page_identity, words_of
+from hybridkv.lmcache.keys import page_identity, prefix_words
 from hybridkv.lmcache.operations import Operations, Pages, Prefix, PrefixHit
 from hybridkv.lmcache.page import HEADER_BYTES, PageState, check, payload_of, seal
-from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.pool import Pool, TakenPages
 from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.lmcache.wire import RpcCall
 
@@ -79,22 +79,22 @@ class Rig:
 
     def prefix(self, digests: Sequence[bytes]) -> Prefix:
         """The prefix that ends with the last of these chunks."""
-        return Prefix(self.member.model, self._world_size, words_of(digests, self.geometry.chunk_tokens))
+        return Prefix(self.member.model, self._world_size, prefix_words(digests, self.geometry.chunk_tokens))
 
-    def ask(self, call: RpcCall[T]) -> Ended[T]:
+    def ask(self, call: RpcCall[T]) -> CallResult[T]:
         """Makes one call and returns how it ended."""
         return wait(lambda end: self.connection.channel.call(call, WAIT_S, end))
 
     def lookup(
         self, digests: Sequence[bytes], timeout_s: float = WAIT_S, *, rank: int | None = OWN
-    ) -> Ended[PrefixHit]:
+    ) -> CallResult[PrefixHit]:
         """Looks up for this rank, for another, or for all of them (None)."""
         worker = self.rank if rank == OWN else rank
         return wait(lambda end: self.operations.lookup(self.prefix(digests), worker, timeout_s, end))
 
-    def lookup_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[PrefixHit]:
+    def lookup_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> CallResult[PrefixHit]:
         """Looks up at a server with an unknown chunk size."""
-        prefix = Prefix("nothing", self._world_size, words_of(digests, 256))
+        prefix = Prefix("nothing", self._world_size, prefix_words(digests, 256))
         return wait(lambda end: self.operations.lookup(prefix, self.rank, timeout_s, end))
 
     def num_found(self, digests: Sequence[bytes]) -> int:
@@ -106,7 +106,7 @@ class Rig:
 
     def store(
         self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0, timeout_s: float = WAIT_S
-    ) -> Ended[None]:
+    ) -> CallResult[None]:
         """Stores the blocks that `content` has of the chunks from `start_chunk`; a missing position has no block."""
         geometry, pool, num_chunks = self.geometry, self.pool, len(digests) - start_chunk
         positions = {
@@ -138,12 +138,14 @@ class Rig:
         """Stores, and returns once the chunks can be read."""
         stored = self.store(digests, content, start_chunk)
         assert stored == CallAnswer(None), stored
-        confirmed: Ended[None] = wait(lambda end: self.operations.confirm(self.prefix(digests), self.rank, WAIT_S, end))
+        confirmed: CallResult[None] = wait(
+            lambda end: self.operations.confirm(self.prefix(digests), self.rank, WAIT_S, end)
+        )
         assert confirmed == CallAnswer(None), confirmed
 
     def retrieve(
         self, digests: Sequence[bytes], start_chunk: int = 0, timeout_s: float = WAIT_S
-    ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
+    ) -> tuple[CallResult[None], Blocks, dict[PageState, int]]:
         """Retrieves the blocks that a resume at the end of the hit needs: how the call ended, the valid content, and
         the number of pages by state."""
         ended = self.lookup(digests)
@@ -153,7 +155,7 @@ class Rig:
 
     def retrieve_found(
         self, digests: Sequence[bytes], found: PrefixHit, start_chunk: int = 0, timeout_s: float = WAIT_S
-    ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
+    ) -> tuple[CallResult[None], Blocks, dict[PageState, int]]:
         geometry, pool, num_chunks = self.geometry, self.pool, found.num_chunks - start_chunk
         positions = {group: needed_blocks(geometry, group, num_chunks) for group in range(len(self.groups))}
         taken = pool.take({group: len(each) for group, each in positions.items()})
@@ -200,7 +202,7 @@ class Rig:
     def _at(self, group: int, at: int, start_chunk: int) -> int:
         return start_chunk * self.geometry.blocks_per_chunk[group] + at
 
-    def _tables(self, positions: Mapping[int, Sequence[int]], taken: Taken, num_chunks: int) -> list[list[int]]:
+    def _tables(self, positions: Mapping[int, Sequence[int]], taken: TakenPages, num_chunks: int) -> list[list[int]]:
         tables = []
         for group in self.geometry.order:
             table = [NULL_BLOCK] * (num_chunks * self.geometry.blocks_per_chunk[group])
@@ -211,10 +213,10 @@ class Rig:
 
     def _moved(
         self,
-        begin: Callable[[Callable[[Ended[None]], None], Callable[[], None]], None],
-        taken: Taken,
+        begin: Callable[[Callable[[CallResult[None]], None], Callable[[], None]], None],
+        taken: TakenPages,
         read: Callable[[], None],
-    ) -> Ended[None]:
+    ) -> CallResult[None]:
         """Returns how a move ended. Its pages are given back once they were read and the server has finished with
         them."""
         settled, lock, over = threading.Event(), threading.Lock(), [0]
@@ -231,8 +233,8 @@ class Rig:
             one_of_two()
             settled.set()
 
-        ended: Ended[None] = wait(lambda end: begin(end, settle))
-        if isinstance(ended, CallAnswer) or ended.trouble not in MAY_HAPPEN:
+        ended: CallResult[None] = wait(lambda end: begin(end, settle))
+        if isinstance(ended, CallAnswer) or ended.reason not in MAY_STILL_RUN:
             assert settled.wait(WAIT_S)
         if isinstance(ended, CallAnswer):
             read()
@@ -254,12 +256,12 @@ def needed_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
     return list(range(blocks - needed, blocks))
 
 
-def wait(begin: Callable[[Callable[[Ended[T]], None]], object], timeout_s: float = 2 * WAIT_S) -> Ended[T]:
+def wait(begin: Callable[[Callable[[CallResult[T]], None]], object], timeout_s: float = 2 * WAIT_S) -> CallResult[T]:
     """Starts a call that ends with a callback; returns what it ended with."""
     done = threading.Event()
-    answers: list[Ended[T]] = []
+    answers: list[CallResult[T]] = []
 
-    def end(ended: Ended[T]) -> None:
+    def end(ended: CallResult[T]) -> None:
         answers.append(ended)
         done.set()
 

@@ -74,14 +74,14 @@ class InMemoryTransport:
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         self._require_open("read")
         number = TransferId(next(self._numbers))
-        why_not = self.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+        bounds_error = self.memory.bounds_error("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
         state: TransferState = PENDING
         if len(self._states) >= self._max_transfers:
             state = TransferFailed(TransferFailureReason.BUSY)
         elif remote not in self._remotes:
             state = TransferFailed(TransferFailureReason.CLOSED)
-        elif why_not:
-            state = TransferFailed(TransferFailureReason.REFUSED, why_not)
+        elif bounds_error:
+            state = TransferFailed(TransferFailureReason.REFUSED, bounds_error)
         elif not len(ranges):
             state = TransferDone(0, 0, 0.0)
         self._states[number] = state
@@ -129,9 +129,11 @@ class InMemoryTransport:
         other = self._world.transports.get(peer)
         if other is None:
             return TransferFailed(TransferFailureReason.GONE)
-        why_not = other.memory.why_not("remote", ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
-        if why_not or bool((ranges.remote_regions >= known).any()):
-            return TransferFailed(TransferFailureReason.REFUSED, why_not or "a region that came later")
+        bounds_error = other.memory.bounds_error(
+            "remote", ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes
+        )
+        if bounds_error or bool((ranges.remote_regions >= known).any()):
+            return TransferFailed(TransferFailureReason.REFUSED, bounds_error or "a region that came later")
         ours = self.memory.places(ranges.local_regions, ranges.local_offsets)
         theirs = other.memory.places(ranges.remote_regions, ranges.remote_offsets)
         for to, source, size in zip(ours.tolist(), theirs.tolist(), ranges.num_bytes.tolist(), strict=True):

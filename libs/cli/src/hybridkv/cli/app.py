@@ -102,7 +102,7 @@ def plan(
         raise click.UsageError("--tiers and --config exclude each other: the object of --config has tiers")
     given = {"--max-model-len": max_model_len, "--tensor-parallel-size": tensor_parallel_size}
     engine_options = [*options, *(word for name, value in given.items() if value for word in (name, value))]
-    with _failing():
+    with _exit_on_error():
         transfer = (
             planning.transfer_of(tiers) if config is None else checking.parse_transfer(_read(config), _name_of(config))
         )
@@ -110,7 +110,7 @@ def plan(
     if as_json:
         print_json(report)
     else:
-        click.echo(planning.text_of(report))
+        click.echo(planning.plan_text(report))
     sys.exit(WARNED if report.warnings else FINE)
 
 
@@ -127,7 +127,7 @@ def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg
     from hybridkv.cli import simulating
     from hybridkv.cli.output import print_json
 
-    with _failing():
+    with _exit_on_error():
         sizes = None if plan_file is None else simulating.sizes_of_plan(_read(plan_file), _name_of(plan_file))
         report = simulating.simulate_trace(Path(trace), sizes, capacities)
         if svg is not None:
@@ -135,7 +135,7 @@ def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg
     if as_json:
         print_json(report)
     else:
-        click.echo(simulating.text_of(report))
+        click.echo(simulating.simulation_text(report))
 
 
 @main.command(help="Measure the time to first token of a running server: cold, again, and restored from the tiers.")
@@ -150,12 +150,12 @@ def bench(url: str, model: str | None, tokens: int, prompts: int, seed: int | No
     from hybridkv.cli import measuring
     from hybridkv.cli.output import print_json
 
-    with _failing():
+    with _exit_on_error():
         report = measuring.measure(url, model, tokens, prompts, lambda line: click.echo(line, err=True), seed)
     if as_json:
         print_json(report)
     else:
-        click.echo(measuring.text_of(report))
+        click.echo(measuring.bench_text(report))
 
 
 @main.command(help="Summarize the explain log of an engine: why requests did not hit, and what helps.")
@@ -169,12 +169,12 @@ def explain(log: str, as_json: bool) -> None:
     from hybridkv.cli import explaining
     from hybridkv.cli.output import print_json
 
-    with _failing(), sys.stdin if log == "-" else Path(log).open(encoding="utf-8", errors="replace") as lines:
+    with _exit_on_error(), sys.stdin if log == "-" else Path(log).open(encoding="utf-8", errors="replace") as lines:
         report = explaining.summarize(lines, _name_of(log))
     if as_json:
         print_json(report)
     else:
-        click.echo(explaining.text_of(report))
+        click.echo(explaining.explain_text(report))
 
 
 def _store_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -204,16 +204,16 @@ def inspect(place: str, as_json: bool, **options: str | None) -> None:
     if _is_url(place):
         from hybridkv.cli import object_stores
 
-        with _failing(), _progress("objects") as show:
+        with _exit_on_error(), _progress("objects") as show:
             found = object_stores.inspect(object_stores.location_of(place, options), show)
-        print_json(found) if as_json else click.echo(object_stores.text_of(found))
+        print_json(found) if as_json else click.echo(object_stores.object_store_text(found))
         return
-    with _failing():
+    with _exit_on_error():
         reports = stores.inspect(str(Path(place).absolute()))
     if as_json:
         print_json(reports)
     else:
-        click.echo(stores.text_of(reports))
+        click.echo(stores.namespaces_text(reports))
 
 
 @main.command(help="Read each record in the directory of a disk tier, or in an object store, and compare its checksum.")
@@ -228,9 +228,9 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
     if _is_url(place):
         from hybridkv.cli import object_stores
 
-        with _failing(), _progress("objects") as count:
+        with _exit_on_error(), _progress("objects") as count:
             found = object_stores.verify(object_stores.location_of(place, options), count)
-        print_json(found) if as_json else click.echo(object_stores.verify_text_of(found))
+        print_json(found) if as_json else click.echo(object_stores.verify_text(found))
         sys.exit(FINE if found.is_intact else WARNED)
     is_shown = sys.stderr.isatty()
 
@@ -238,7 +238,7 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
         if is_shown and (done == total or not done % 100):
             click.echo(f"\r{name[:12]}: {done:,} of {total:,} records", nl=done == total, err=True)
 
-    with _failing():
+    with _exit_on_error():
         reports = stores.verify(str(Path(place).absolute()), show)
     if as_json:
         print_json(reports)
@@ -286,22 +286,22 @@ def gc(
     if _is_url(place):
         from hybridkv.cli import object_stores
 
-        with _failing(), _progress("objects") as show:
+        with _exit_on_error(), _progress("objects") as show:
             capacity_bytes = None if capacity is None else parse_size("--capacity", capacity)
             rules = object_stores.rules_of(capacity_bytes, days, is_dry=not delete)
             swept = object_stores.sweep(object_stores.location_of(place, options), rules, show)
-        print_json(swept) if as_json else click.echo(object_stores.sweep_text_of(swept, is_dry=not delete))
+        print_json(swept) if as_json else click.echo(object_stores.sweep_text(swept, is_dry=not delete))
         sys.exit(FAILED if swept.num_failed else 0)
     if capacity is not None:
         raise click.UsageError("--capacity is for object stores: a disk tier keeps to its own capacity")
     where = str(Path(place).absolute())
-    with _failing():
+    with _exit_on_error():
         reports = stores.garbage(where, days)
         left = stores.clear(where, [each.name for each in reports]) if delete else []
     if as_json:
         print_json({"caches": reports, "is_dry": not delete, "left": left})
     else:
-        click.echo(stores.text_of(reports) if reports else "nothing to delete")
+        click.echo(stores.namespaces_text(reports) if reports else "nothing to delete")
         if reports:
             click.echo("deleted" if delete else "a dry run: nothing was deleted; --delete deletes them")
     for name in left:
@@ -324,16 +324,16 @@ def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> N
     if "" in names:
         raise click.BadParameter("expected the beginning of a name, got nothing", param_hint="--namespace")
     where = str(Path(path).absolute())
-    with _failing():
+    with _exit_on_error():
         reports = [each for each in stores.inspect(where) if not names or each.name.startswith(names)]
     if days is not None:
         reports = stores.not_opened_for(reports, days)
-    click.echo(stores.text_of(reports))
+    click.echo(stores.namespaces_text(reports))
     if not reports:
         return
     if not yes and not click.confirm(f"Delete {len(reports)} of the caches in {where}?"):
         sys.exit(WARNED)
-    with _failing():
+    with _exit_on_error():
         left = stores.clear(where, [each.name for each in reports])
     for name in left:
         click.echo(f"error: {name[:12]}: an engine has it open, or its files cannot be deleted", err=True)
@@ -349,7 +349,7 @@ def doctor(config: str | None, as_json: bool) -> None:
     from hybridkv.cli.output import FAILED, FINE, WARNED, print_json
     from hybridkv.connectors import checking
 
-    with _failing():
+    with _exit_on_error():
         raw = None if config is None else checking.parse_transfer(_read(config), _name_of(config))
         findings = list(doctoring.examine(raw))
     if as_json:
@@ -383,7 +383,7 @@ def _progress(noun: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
     """Prints an error of a setting or of the operating system, and exits with status 2."""
     from hybridkv.cli.output import FAILED, as_problem
 

@@ -73,7 +73,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
     # Read when vLLM is imported. vLLM must not log to stdout, which has only the report.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    with _refusing(model):
+    with _as_report_error(model):
         import vllm
 
         vllm_config = _configure(model, transfer, options)
@@ -98,7 +98,7 @@ def _has_config(model: str) -> bool:
 
 
 @contextlib.contextmanager
-def _refusing(model: str) -> Iterator[None]:
+def _as_report_error(model: str) -> Iterator[None]:
     """Turns an error of vLLM or of a library below it into a problem."""
     try:
         yield

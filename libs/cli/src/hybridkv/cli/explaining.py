@@ -135,7 +135,7 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
     )
 
 
-def text_of(report: ExplainReport) -> str:
+def explain_text(report: ExplainReport) -> str:
     """The report for people."""
     shares = ", ".join(f"{source} {_percent(number, report.tokens)}" for source, number in report.by_source.items())
     lines = [

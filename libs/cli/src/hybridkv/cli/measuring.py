@@ -150,7 +150,7 @@ def verdict(num_tokens: int, found: list[Measurement], tokens_per_second: float)
     return " ".join(words)
 
 
-def text_of(report: BenchReport) -> str:
+def bench_text(report: BenchReport) -> str:
     """The report for people."""
     header = ("", "time to first token", "fastest", "slowest", "cached tokens")
     names = {COLD: "cold", OWN: "again, the engine's own hit", RESTORED: "restored from the tiers"}

@@ -128,7 +128,7 @@ def sweep(location: StoreLocation, rules: SweepRules, on_progress: Callable[[int
     raise ReportError(SettingProblem("error", "url", "a directory that no other process sweeps", holder, hint))
 
 
-def text_of(report: ObjectStoreReport) -> str:
+def object_store_text(report: ObjectStoreReport) -> str:
     """Text of `inspect`, for people."""
     lines = []
     for cache in report.caches:
@@ -153,7 +153,7 @@ def text_of(report: ObjectStoreReport) -> str:
     return "\n".join(lines)
 
 
-def verify_text_of(report: ObjectVerifyReport) -> str:
+def verify_text(report: ObjectVerifyReport) -> str:
     """Text of `verify`, for people."""
     lines = [f"{report.num_records:,} chunks, {report.num_manifests:,} manifests, {report.num_damaged:,} damaged"]
     for number, words in (
@@ -169,7 +169,7 @@ def verify_text_of(report: ObjectVerifyReport) -> str:
     return "\n".join(lines)
 
 
-def sweep_text_of(report: SweepReport, *, is_dry: bool) -> str:
+def sweep_text(report: SweepReport, *, is_dry: bool) -> str:
     """Text of `sweep`, for people."""
     lines = [f"{report.num_objects:,} objects, {format_size(report.num_bytes)}"]
     lines += [

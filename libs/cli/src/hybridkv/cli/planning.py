@@ -160,7 +160,7 @@ def _unused_tiers(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]
             yield name, "peers names no other engine"
 
 
-def text_of(report: PlanReport) -> str:
+def plan_text(report: PlanReport) -> str:
     """Text of the plan, for people."""
     startup = report.startup
     ranks = f"{report.ranks} ranks" if report.ranks > 1 else "1 rank"

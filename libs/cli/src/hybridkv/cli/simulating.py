@@ -175,7 +175,7 @@ def _row(trace: Trace, size: str, chunks: int, whole: int, costs: CostModel) -> 
     return SimulationRow(size, 100 * chunks / max(1, whole), rates, extra)
 
 
-def text_of(report: SimulationReport) -> str:
+def simulation_text(report: SimulationReport) -> str:
     """Text of the report, for people."""
     has_states = report.state_chunks > 0
     states = f"; the states of a boundary take as much as {report.state_chunks:.3g} chunks" if has_states else ""

@@ -127,7 +127,7 @@ def clear(path: str, names: Iterable[str]) -> list[str]:
         inspector.close()
 
 
-def text_of(reports: Sequence[NamespaceReport]) -> str:
+def namespaces_text(reports: Sequence[NamespaceReport]) -> str:
     """Text about namespaces, for people. Shows only facts that differ between namespaces."""
     if not reports:
         return "no cache"

@@ -108,7 +108,7 @@ class RequestBlockHashList(_LazyHashes[bytes]):
         full = min(len(self), self._hashed.unchanged_blocks(self._request.all_token_ids))
         if full < len(self._hashes):
             del self._hashes[full:]
-            self._hashed.cut(full)
+            self._hashed.truncate(full)
 
     def _at(self, index: int) -> bytes:
         hashes = self._hashes

@@ -20,7 +20,7 @@ class HashedTokens:
         """Append the tokens of whole blocks."""
         self._tokens.extend(token_ids)
 
-    def cut(self, num_blocks: int) -> None:
+    def truncate(self, num_blocks: int) -> None:
         """Keep only the first `num_blocks` blocks."""
         del self._tokens[num_blocks * self._block_tokens :]
 

@@ -52,7 +52,7 @@ class TokenHashes:
         self._hashes: list[bytes] = []
         self._hashed = HashedTokens(block_tokens)
 
-    def upto(self, token_ids: Sequence[int], unchanged_tokens: int = 0) -> list[bytes]:
+    def prefix_hashes(self, token_ids: Sequence[int], unchanged_tokens: int = 0) -> list[bytes]:
         """Hashes of all full blocks of `token_ids`.
 
         Tokens can be added, removed or changed between calls. The hashed tokens are compared, which takes some
@@ -76,7 +76,7 @@ class TokenHashes:
             same = min(same, self._hashed.unchanged_blocks(token_ids))
         if same < len(hashes):
             del hashes[same:]
-            self._hashed.cut(same)
+            self._hashed.truncate(same)
         if full == same:
             return hashes
         done = same

@@ -12,7 +12,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Trouble(enum.StrEnum):
+class CallFailureReason(enum.StrEnum):
     """Reason of a failed call."""
 
     BUSY = "busy"
@@ -31,20 +31,20 @@ class Trouble(enum.StrEnum):
     """This side was closed."""
 
 
-NEVER_LEFT = frozenset({Trouble.BUSY, Trouble.UNSENT})
+NOT_SENT = frozenset({CallFailureReason.BUSY, CallFailureReason.UNSENT})
 """Reasons after which the call was not sent."""
-MAY_HAPPEN = frozenset({Trouble.TIMEOUT, Trouble.LOST, Trouble.CLOSED})
+MAY_STILL_RUN = frozenset({CallFailureReason.TIMEOUT, CallFailureReason.LOST, CallFailureReason.CLOSED})
 """Reasons after which the server may still execute the call."""
 
 
 class CallFailure(msgspec.Struct, frozen=True):
     """Failed call, as a value."""
 
-    trouble: Trouble
+    reason: CallFailureReason
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.trouble}: {self.detail}" if self.detail else str(self.trouble)
+        return f"{self.reason}: {self.detail}" if self.detail else str(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +54,4 @@ class CallAnswer(Generic[T_co]):
     value: T_co
 
 
-Ended: TypeAlias = CallAnswer[T] | CallFailure
+CallResult: TypeAlias = CallAnswer[T] | CallFailure

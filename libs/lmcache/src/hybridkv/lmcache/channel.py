@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.wire import MAX_FRAME_BYTES, MAX_FRAMES, MalformedError, RpcCall, read_answer
 
@@ -100,30 +100,30 @@ class Channel:
         self,
         call: RpcCall[T],
         timeout_s: float,
-        on_end: Callable[[Ended[T]], None],
+        on_end: Callable[[CallResult[T]], None],
         on_late: Callable[[], None] | None = None,
     ) -> None:
         """Sends a call. `on_end` is called exactly once, on the channel's thread.
 
         `on_late` is called if the answer comes after an `on_end` with TIMEOUT.
         """
-        trouble = self._begin()
-        if trouble is not None:
-            self._post(lambda: on_end(CallFailure(trouble, call.name)))
+        reason = self._begin()
+        if reason is not None:
+            self._post(lambda: on_end(CallFailure(reason, call.name)))
             return
         open_call = _OpenCall(call, self._clock() + timeout_s, on_end, on_late)
         self._post(lambda: self._send(open_call))
 
-    def after(self, delay_s: float, action: Callable[[], None], *, is_open: bool = False) -> None:
+    def after(self, delay_s: float, action: Callable[[], None], *, continues_operation: bool = False) -> None:
         """Runs `action` on the channel's thread after `delay_s`, or earlier when the channel closes.
 
         Args:
             delay_s: delay in seconds.
             action: callback.
-            is_open: True if `action` continues an operation; then `drain` waits for the action.
+            continues_operation: True if `action` continues an operation; then `drain` waits for the action.
         """
         due_s = self._clock() + delay_s
-        if is_open:
+        if continues_operation:
             with self._lock:
                 self._num_open += 1
 
@@ -131,7 +131,7 @@ class Channel:
             try:
                 action()
             finally:
-                if is_open:
+                if continues_operation:
                     self._count_ended()
 
         def keep() -> None:
@@ -166,12 +166,12 @@ class Channel:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _begin(self) -> Trouble | None:
+    def _begin(self) -> CallFailureReason | None:
         with self._lock:
             if self._is_closing:
-                return Trouble.CLOSED
+                return CallFailureReason.CLOSED
             if self._num_open >= MAX_CALLS:
-                return Trouble.BUSY
+                return CallFailureReason.BUSY
             self._num_open += 1
             return None
 
@@ -281,7 +281,7 @@ class Channel:
         open_calls, self._open_calls = self._open_calls, {}
         self._late.clear()
         for each in open_calls.values():
-            self._end(each, CallFailure(Trouble.LOST, each.call.name))
+            self._end(each, CallFailure(CallFailureReason.LOST, each.call.name))
         self._reconnect()
 
     def _reconnect(self) -> None:
@@ -299,7 +299,10 @@ class Channel:
         """Sends a call. If there is no connection yet, tries again soon."""
         if self._is_closing or self._clock() >= open_call.until_s:
             self._end(
-                open_call, CallFailure(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, open_call.call.name)
+                open_call,
+                CallFailure(
+                    CallFailureReason.CLOSED if self._is_closing else CallFailureReason.UNSENT, open_call.call.name
+                ),
             )
             return
         uid = next(self._uids).to_bytes(8, "big")
@@ -320,7 +323,7 @@ class Channel:
                 if len(self._late) >= MAX_LATE:
                     del self._late[next(iter(self._late))]
                 self._late[uid] = open_call
-            self._end(open_call, CallFailure(Trouble.TIMEOUT, open_call.call.name))
+            self._end(open_call, CallFailure(CallFailureReason.TIMEOUT, open_call.call.name))
         self._due_s = min((open_call.until_s for open_call in self._open_calls.values()), default=math.inf)
 
     def _read(self) -> bool:
@@ -344,16 +347,16 @@ class Channel:
             self._safely(open_call.on_late)
         return True  # frames of no call are ignored
 
-    def _value(self, call: RpcCall[Any], frames: list[bytes], num_frames: int) -> Ended[Any]:
+    def _value(self, call: RpcCall[Any], frames: list[bytes], num_frames: int) -> CallResult[Any]:
         try:
             if num_frames > MAX_FRAMES:
                 raise MalformedError(f"{call.name}: {num_frames} frames")
             value = read_answer(call, frames[1:])
         except MalformedError as error:
-            return CallFailure(Trouble.MALFORMED, str(error))
+            return CallFailure(CallFailureReason.MALFORMED, str(error))
         return CallAnswer(value)
 
-    def _end(self, open_call: _OpenCall, ended: Ended[Any]) -> None:
+    def _end(self, open_call: _OpenCall, ended: CallResult[Any]) -> None:
         on_end, open_call.on_end = open_call.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
@@ -370,7 +373,7 @@ class Channel:
         self._disconnect()
         open_calls, self._open_calls = self._open_calls, {}
         for each in open_calls.values():
-            self._end(each, CallFailure(Trouble.CLOSED, each.call.name))
+            self._end(each, CallFailure(CallFailureReason.CLOSED, each.call.name))
         self._late.clear()
         # Unsent calls are among commands and timers; each ends with CLOSED.
         self._run_commands()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.channel import Channel
 from hybridkv.lmcache.detection import ServerFacts, detect
 from hybridkv.lmcache.errors import LMCacheConfigurationError
@@ -141,7 +141,7 @@ class Connection:
         self._tasks: deque[Callable[[Ready], None]] = deque(maxlen=MAX_TASKS)
         self._registered: int | None = None
         """Instance of the last registration."""
-        self._is_suspect = False
+        self._is_check_due = False
         self._is_cut = False
         self._is_closing = False
         self._is_closed = False
@@ -177,10 +177,10 @@ class Connection:
             self._changed.wait_for(is_settled, timeout_s)
         return self._state
 
-    def suspect(self) -> None:
+    def check_registration(self) -> None:
         """Sends a heartbeat now. A heartbeat registers this process again."""
         with self._changed:
-            self._is_suspect = True
+            self._is_check_due = True
             self._changed.notify_all()
 
     def post(self, task: Callable[[Ready], None]) -> None:
@@ -196,7 +196,7 @@ class Connection:
     def address(self) -> ServerAddress:
         return self._address
 
-    def doubt(self) -> None:
+    def reconnect(self) -> None:
         """Drops the connection to the server and connects again."""
         self._cut()
 
@@ -285,7 +285,7 @@ class Connection:
 
     def _agree_on_chunk(self, codec: Codec, alignment: int) -> int:
         ended = self._call(codec.chunk_tokens(alignment))
-        if isinstance(ended, CallFailure) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
+        if isinstance(ended, CallFailure) and codec.negotiates and ended.reason is CallFailureReason.TIMEOUT:
             # A server does not answer if another engine has settled another chunk size. The server's configuration
             # does not show that size.
             ended = self._call(codec.settled_chunk_tokens())
@@ -306,12 +306,12 @@ class Connection:
         """Sends heartbeats until the server is down. Returns the reason."""
         missed = 0
         while True:
-            self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut or bool(self._tasks))
+            self._pause(self._options.beat_s, lambda: self._is_check_due or self._is_cut or bool(self._tasks))
             if self._is_closed:
                 return "closed"
             if self._is_cut:
                 return "the connection is cut"
-            self._is_suspect = False
+            self._is_check_due = False
             if self._tasks:  # one task per heartbeat: tasks are slow, and heartbeats must continue
                 self._run_task(self._tasks.popleft(), ready)
             missed = 0 if self._answers_heartbeat(ready) else missed + 1
@@ -343,12 +343,12 @@ class Connection:
             raise _SilentError(f"no answer: {ended}")
         return ended.value
 
-    def _call(self, call: RpcCall[T]) -> Ended[T]:
+    def _call(self, call: RpcCall[T]) -> CallResult[T]:
         """Sends a call and waits for its result."""
         done = threading.Event()
-        answers: list[Ended[T]] = []
+        answers: list[CallResult[T]] = []
 
-        def end(ended: Ended[T]) -> None:
+        def end(ended: CallResult[T]) -> None:
             answers.append(ended)
             done.set()
 

@@ -89,7 +89,7 @@ class Geometry:
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """Indexes of the groups in registration order: groups with the same window rule are adjacent."""
-        return tuple(sorted(range(len(self.groups)), key=lambda index: (self._law(index), index)))
+        return tuple(sorted(range(len(self.groups)), key=lambda index: (self._window_rule(index), index)))
 
     def objects(self, *, separate: bool) -> tuple[tuple[int, ...], ...]:
         """Groups of each object of a chunk. A server stores an object completely or not at all.
@@ -99,9 +99,9 @@ class Geometry:
         """
         if not separate:
             return (self.order,)
-        return tuple(tuple(each) for _, each in itertools.groupby(self.order, self._law))
+        return tuple(tuple(each) for _, each in itertools.groupby(self.order, self._window_rule))
 
-    def _law(self, index: int) -> tuple[bool, int]:
+    def _window_rule(self, index: int) -> tuple[bool, int]:
         """Window rule of a group: True if it has states; number of chunks that its window spans."""
         window = self.windows[index]
         chunks = _WHOLE if window is None else -(-window // self.chunk_tokens)

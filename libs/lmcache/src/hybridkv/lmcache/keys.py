@@ -17,7 +17,7 @@ WORD_BYTES = 4
 PAGE_FORMAT = 1
 
 
-def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
+def prefix_words(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
     """Words for the server: for each digest one chunk, the digest padded with zeros to `chunk_tokens` words.
 
     Raises:

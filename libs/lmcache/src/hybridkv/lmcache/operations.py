@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, CallAnswer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import MAY_STILL_RUN, NOT_SENT, CallAnswer, CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.connection import Connection, Ready
 from hybridkv.lmcache.errors import LMCacheProtocolError
-from hybridkv.lmcache.pool import Taken
+from hybridkv.lmcache.pool import TakenPages
 from hybridkv.lmcache.wire import Key, MoveAnswer, RpcCall
 
 POLL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
@@ -78,13 +78,13 @@ class LookupHandle:
 
     def __init__(self, until_s: float, give_back: Callable[[PrefixHit], None]) -> None:
         self.until_s = until_s
-        self.ended: Ended[PrefixHit] | None = None
+        self.ended: CallResult[PrefixHit] | None = None
         """Result; None until the answer."""
         self.is_dropped = False
         self._give_back = give_back
         self._lock = threading.Lock()
 
-    def end(self, ended: Ended[PrefixHit]) -> None:
+    def end(self, ended: CallResult[PrefixHit]) -> None:
         """Records the result."""
         with self._lock:
             self.ended = ended
@@ -102,7 +102,7 @@ class LookupHandle:
         if ended is not None:
             self._release(ended)
 
-    def _release(self, ended: Ended[PrefixHit]) -> None:
+    def _release(self, ended: CallResult[PrefixHit]) -> None:
         if isinstance(ended, CallAnswer) and ended.value.num_chunks:
             self._give_back(ended.value)
 
@@ -119,7 +119,7 @@ class OperationCounts(msgspec.Struct, frozen=True):
     retrieves: int = 0
     retrieved_chunks: int = 0
     """Chunks that a server reported as written; the page headers show whether they are valid."""
-    lacks: dict[str, int] = {}
+    failures: dict[str, int] = {}
     """Failures by operation and reason, as "lookup timeout". Has only failures that occurred."""
 
 
@@ -132,7 +132,7 @@ class Pages:
         block_ids: one list per group in registration order, for whole chunks; see `geometry.cut_tables`.
     """
 
-    taken: Taken
+    taken: TakenPages
     block_ids: Sequence[Sequence[int]]
 
 
@@ -151,25 +151,25 @@ class Operations:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._tally: Counter[str] = Counter()
-        self._lacks: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._unended: deque[str] = deque(maxlen=MAX_UNENDED)
         """Sessions that the server may still have, oldest first."""
 
     def counts(self) -> OperationCounts:
         with self._lock:
-            return OperationCounts(**self._tally, lacks=dict(self._lacks))
+            return OperationCounts(**self._tally, failures=dict(self._failures))
 
     def lookup(
         self,
         prefix: Prefix,
         rank: int | None,
         timeout_s: float,
-        on_end: Callable[[Ended[PrefixHit]], None] = lambda ended: None,
+        on_end: Callable[[CallResult[PrefixHit]], None] = lambda ended: None,
     ) -> LookupHandle:
         """Finds the longest stored part of a prefix. The server locks this part."""
         lookup = LookupHandle(self._clock() + timeout_s, self.release)
 
-        def end(ended: Ended[PrefixHit]) -> None:
+        def end(ended: CallResult[PrefixHit]) -> None:
             self._count("lookup", ended, found=int(isinstance(ended, CallAnswer) and ended.value.num_chunks > 0))
             lookup.end(ended)
             on_end(ended)
@@ -187,7 +187,7 @@ class Operations:
         start_chunk: int,
         pages: Pages,
         timeout_s: float,
-        on_end: Callable[[Ended[None]], None],
+        on_end: Callable[[CallResult[None]], None],
         on_settled: Callable[[], None],
     ) -> None:
         """Reads chunks [start_chunk, end of `found`) into the pages, releases the locks and ends the session.
@@ -210,7 +210,7 @@ class Operations:
         def finish() -> None:
             self._free(found, (0, start_chunk), timeout_s, on_settled)
 
-        def count(ended: Ended[None]) -> None:
+        def count(ended: CallResult[None]) -> None:
             self._count("retrieve", ended, retrieved_chunks=found.num_chunks - start_chunk)
             on_end(ended)
 
@@ -224,7 +224,7 @@ class Operations:
         chunks: tuple[int, int],
         pages: Pages,
         timeout_s: float,
-        on_end: Callable[[Ended[None]], None],
+        on_end: Callable[[CallResult[None]], None],
         on_settled: Callable[[], None],
     ) -> None:
         """Stores the pages of chunks [start, end). After success the chunks may not be readable yet: see `confirm`.
@@ -243,7 +243,7 @@ class Operations:
             self._forget(ready, session, timeout_s)
             on_settled()
 
-        def count(ended: Ended[None]) -> None:
+        def count(ended: CallResult[None]) -> None:
             self._count("store", ended, stored_chunks=chunks[1] - chunks[0])
             on_end(ended)
 
@@ -251,16 +251,16 @@ class Operations:
         self._move(call, timeout_s, count, finish)
 
     def confirm(
-        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[None]], None]
+        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[CallResult[None]], None]
     ) -> None:
         """Polls until the whole prefix is readable or the time is up."""
         until_s = self._clock() + timeout_s
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
         def look() -> None:
-            self._lookup(prefix, rank, self._session(), until_s, hear)
+            self._lookup(prefix, rank, self._session(), until_s, on_lookup_ended)
 
-        def hear(ended: Ended[PrefixHit]) -> None:
+        def on_lookup_ended(ended: CallResult[PrefixHit]) -> None:
             if isinstance(ended, CallFailure):
                 on_end(ended)
                 return
@@ -269,7 +269,7 @@ class Operations:
             if ready is not None and ended.value.num_chunks * ready.chunk_tokens == prefix.num_tokens:
                 on_end(CallAnswer(None))
             elif self._clock() >= until_s:
-                on_end(CallFailure(Trouble.REFUSED, "the stored prefix is not readable"))
+                on_end(CallFailure(CallFailureReason.REFUSED, "the stored prefix is not readable"))
             else:
                 self._channel.after(next(pauses), look)
 
@@ -283,7 +283,7 @@ class Operations:
         rank: int | None,
         session: str,
         until_s: float,
-        on_end: Callable[[Ended[PrefixHit]], None],
+        on_end: Callable[[CallResult[PrefixHit]], None],
     ) -> None:
         ready = self._ready()
         if isinstance(ready, CallFailure):
@@ -294,34 +294,38 @@ class Operations:
         nothing = PrefixHit(prefix, rank, 0, session)
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
-        def give_up(lack: CallFailure) -> None:
+        def give_up(failure: CallFailure) -> None:
             # Release the current locks. The server itself expires locks that it takes later.
             everything = PrefixHit(prefix, rank, num_chunks, session)
             self.release(everything, self._left_s(until_s, 1.0))
-            on_end(lack)
+            on_end(failure)
 
-        def asked(ended: Ended[None]) -> None:
+        def asked(ended: CallResult[None]) -> None:
             if not isinstance(ended, CallFailure):
                 look()
-            elif ended.trouble in NEVER_LEFT:
+            elif ended.reason in NOT_SENT:
                 on_end(ended)
             else:
                 give_up(ended)
 
         def look() -> None:
             if self._clock() >= until_s:
-                give_up(CallFailure(Trouble.TIMEOUT, "lookup"))
+                give_up(CallFailure(CallFailureReason.TIMEOUT, "lookup"))
                 return
             self._channel.call(ready.codec.found_chunks(session), self._left_s(until_s), seen)
 
-        def seen(ended: Ended[int | None]) -> None:
+        def seen(ended: CallResult[int | None]) -> None:
             if isinstance(ended, CallFailure):
                 # The lookup was sent, so the server may hold locks, even if this poll was not sent before the deadline.
-                give_up(CallFailure(Trouble.TIMEOUT, "lookup") if ended.trouble is Trouble.UNSENT else ended)
+                give_up(
+                    CallFailure(CallFailureReason.TIMEOUT, "lookup")
+                    if ended.reason is CallFailureReason.UNSENT
+                    else ended
+                )
             elif ended.value is None:
-                self._channel.after(next(pauses), look, is_open=True)
+                self._channel.after(next(pauses), look, continues_operation=True)
             elif ended.value > num_chunks:
-                give_up(CallFailure(Trouble.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
+                give_up(CallFailure(CallFailureReason.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
             elif ended.value == 0:
                 self._forget(ready, session, self._left_s(until_s, 1.0))
                 on_end(CallAnswer(nothing))
@@ -334,18 +338,18 @@ class Operations:
         self,
         call: RpcCall[MoveAnswer],
         timeout_s: float,
-        on_end: Callable[[Ended[None]], None],
+        on_end: Callable[[CallResult[None]], None],
         finish: Callable[[], None],
     ) -> None:
-        def end(ended: Ended[MoveAnswer]) -> None:
+        def end(ended: CallResult[MoveAnswer]) -> None:
             if isinstance(ended, CallAnswer):
                 if not ended.value.is_registered:
-                    self._connection.suspect()
-                on_end(CallAnswer(None) if ended.value.is_done else CallFailure(Trouble.REFUSED, call.name))
+                    self._connection.check_registration()
+                on_end(CallAnswer(None) if ended.value.is_done else CallFailure(CallFailureReason.REFUSED, call.name))
                 finish()
             else:
                 on_end(ended)
-                if ended.trouble not in MAY_HAPPEN:
+                if ended.reason not in MAY_STILL_RUN:
                     finish()
 
         self._channel.call(call, timeout_s, end, finish)
@@ -361,7 +365,7 @@ class Operations:
             then()
             return
 
-        def freed(ended: Ended[None]) -> None:
+        def freed(ended: CallResult[None]) -> None:
             self._forget(ready, found.session, timeout_s)
             then()
 
@@ -374,7 +378,7 @@ class Operations:
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
         """Ends a session. Without an answer, the session is ended once more when the server answers again."""
 
-        def ended(answer: Ended[None]) -> None:
+        def ended(answer: CallResult[None]) -> None:
             if isinstance(answer, CallFailure):
                 self._forget_later(session)
             elif self._unended:  # the connection may have dropped the task
@@ -396,17 +400,17 @@ class Operations:
         for session in sessions:
             self._channel.call(ready.codec.end_session(session), AGAIN_S, lambda ended: None)
 
-    def _count(self, operation: str, ended: Ended[object], **done: int) -> None:
+    def _count(self, operation: str, ended: CallResult[object], **done: int) -> None:
         with self._lock:
             self._tally[f"{operation}s"] += 1
             if isinstance(ended, CallFailure):
-                self._lacks[f"{operation} {ended.trouble}"] += 1
+                self._failures[f"{operation} {ended.reason}"] += 1
             else:
                 self._tally.update(done)
 
     def _ready(self) -> Ready | CallFailure:
         state = self._connection.state
-        return state if isinstance(state, Ready) else CallFailure(Trouble.UNSENT, state.reason)
+        return state if isinstance(state, Ready) else CallFailure(CallFailureReason.UNSENT, state.reason)
 
     def _mover(self, pages: Pages) -> Ready | CallFailure:
         ready = self._ready()
@@ -415,7 +419,7 @@ class Operations:
         if ready.registration is None:
             raise LMCacheProtocolError("a process without registered memory cannot move pages")
         if pages.taken.instance != ready.registration.instance:
-            return CallFailure(Trouble.UNSENT, "the pages are void: the pool was recreated")
+            return CallFailure(CallFailureReason.UNSENT, "the pages are void: the pool was recreated")
         return ready
 
     def _key(self, ready: Ready, prefix: Prefix, rank: int | None, chunks: tuple[int, int], session: str) -> Key:

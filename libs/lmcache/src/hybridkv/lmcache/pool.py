@@ -111,7 +111,7 @@ def sweep(directory: Path = DIRECTORY) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenPages:
     """Pages of one operation.
 
     Args:
@@ -223,15 +223,15 @@ class Pool:
         with self._lock:
             return len(self._free[group])
 
-    def take(self, numbers: Mapping[int, int]) -> Taken | None:
+    def take(self, numbers: Mapping[int, int]) -> TakenPages | None:
         """Takes pages of each group. Returns None and takes nothing if a group has too few free pages."""
         with self._lock:
             if any(number > len(self._free[group]) for group, number in numbers.items()):
                 return None
             blocks = {group: [self._free[group].pop() for _ in range(number)] for group, number in numbers.items()}
-            return Taken(self._instance, blocks)
+            return TakenPages(self._instance, blocks)
 
-    def give_back(self, taken: Taken) -> None:
+    def give_back(self, taken: TakenPages) -> None:
         """Returns pages that no server can access any more. Ignores void pages."""
         with self._lock:
             if taken.instance == self._instance:

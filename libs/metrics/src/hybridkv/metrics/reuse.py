@@ -94,7 +94,7 @@ class ReuseReport:
 class ReuseEstimator:
     """Reuse distances of the requests of one engine.
 
-    Call `count_prompt` with each new prompt, and `use` with its chunks when the request ends.
+    Call `count_prompt` with each new prompt, and `record_use` with its chunks when the request ends.
 
     Args:
         capacity_bytes: size of the tier.
@@ -134,7 +134,7 @@ class ReuseEstimator:
         if self._state_bytes:
             self._measure_states(states)
 
-    def use(self, chunks: Sequence[bytes], states: Iterable[bytes] = ()) -> None:
+    def record_use(self, chunks: Sequence[bytes], states: Iterable[bytes] = ()) -> None:
         """Records the last use of a request's chunks and states. The first chunk becomes the most recently used one.
 
         Args:

@@ -47,18 +47,17 @@ class CellPlace(NamedTuple):
     num_tokens: int
 
 
-def moved_span(
-    group: GroupSpec, cell_tokens: int, num_tokens: int, computed_tokens: int, serves_blocks: bool = True
-) -> TokenSpan:
+def moved_span(group: GroupSpec, cell_tokens: int, num_tokens: int, computed_tokens: int) -> TokenSpan:
     """Tokens that a group must read from a peer to resume at `num_tokens`. The span begins at a cell.
+
+    Another request may resume at the end of the first block, and read more of this block. This matters if cells are
+    smaller than blocks.
 
     Args:
         group: spec of the group on the reader.
         cell_tokens: tokens of a cell; divides the reader's block size.
         num_tokens: resume point. A state must be at exactly this boundary.
         computed_tokens: tokens of the prefix that the reader has; whole blocks.
-        serves_blocks: True if the reader has prefix caching. Then another request may resume at the end of the first
-            block, and read more of this block. This matters if cells are smaller than blocks.
 
     Returns:
         A span that ends at `num_tokens`, or an empty span.
@@ -71,10 +70,9 @@ def moved_span(
         return TokenSpan(start, num_tokens)
     if start >= num_tokens:
         return nothing
-    if serves_blocks:
-        block_start = start // group.block_tokens * group.block_tokens
-        block_end = min(block_start + group.block_tokens, num_tokens)
-        start = max(block_start, resume_start(group, block_end))
+    block_start = start // group.block_tokens * group.block_tokens
+    block_end = min(block_start + group.block_tokens, num_tokens)
+    start = max(block_start, resume_start(group, block_end))
     return TokenSpan(max(computed_tokens, start // cell_tokens * cell_tokens), num_tokens)
 
 

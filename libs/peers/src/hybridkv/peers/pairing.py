@@ -37,12 +37,10 @@ class Resume:
     Args:
         num_tokens: the resume point.
         computed_tokens: tokens of the prefix that the engine has; whole blocks of every group that is not RECURRENT.
-        serves_blocks: see `moved_span`; False for an engine without prefix caching.
     """
 
     num_tokens: int
     computed_tokens: int = 0
-    serves_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ class Exchange:
         self, index: int, local: BlockTables, remote: BlockTables, resume: Resume, room: int
     ) -> GroupMoves | Incompatibility:
         pair, num_tokens = self.agreement.groups[index], resume.num_tokens
-        span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens, resume.serves_blocks)
+        span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens)
         if span.num_tokens == 0:
             return GroupMoves(joined([]))
         if refusal := _boundary_refused(index, pair, remote, resume):

@@ -194,7 +194,7 @@ class ReadLife:
         peers: one entry per remote rank.
         bounds: timeouts.
         latest_s: deadline of the whole read.
-        wanted: True if there are bytes to read; then the engine waits for a report.
+        expects_report: True if there are bytes to read; then the engine waits for a report.
         failure: first failure.
         reported: True after `Report` was issued.
     """
@@ -202,12 +202,12 @@ class ReadLife:
     peers: tuple[PeerRead, ...]
     bounds: ReadBounds
     latest_s: float
-    wanted: bool
+    expects_report: bool
     failure: ReadFailure | None = None
     reported: bool = False
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if every rank is DONE or FAILED."""
         return all(peer.stage in _OVER for peer in self.peers)
 
@@ -240,7 +240,7 @@ def begin(reads: tuple[bool, ...], bounds: ReadBounds, now_s: float) -> ReadLife
 
 def advance(life: ReadLife, event: Event, now_s: float) -> tuple[ReadLife, tuple[Command, ...]]:
     """New state and commands after an event. A late or repeated event changes nothing."""
-    if life.over:
+    if life.is_over:
         return life, ()
     if isinstance(event, Abort):
         return _settled(life, (), life.failure or event.failure, now_s)
@@ -324,7 +324,7 @@ def _settled(
                 given_up = replace(peer, reads=False)
             life = replace(life, peers=_with(life.peers, index, given_up))
             commands += more
-    if life.reported or not life.wanted:
+    if life.reported or not life.expects_report:
         return life, commands
     if failure is not None and not any(peer.stage in _WRITING for peer in life.peers):
         return replace(life, reported=True), (*commands, Report(failure))

@@ -20,7 +20,7 @@ from hybridkv.planner.admission import (
 from hybridkv.planner.announcements import Announcement, Announcer, ChunkNode, News
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
-    AwaitedStates,
+    AnswerReuse,
     Costs,
     Experience,
     LeftOut,
@@ -100,7 +100,7 @@ __all__ = [
     "Announcement",
     "Announcer",
     "Answer",
-    "AwaitedStates",
+    "AnswerReuse",
     "CacheSpec",
     "Choice",
     "ChunkNode",

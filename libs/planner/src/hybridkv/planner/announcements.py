@@ -66,7 +66,7 @@ class _Node(Generic[P]):
     """For each tier, the parts that it holds, as bits."""
     pending: list[int]
     """For each tier, the parts in flight into it, as bits."""
-    told: list[int]
+    announced: list[int]
     """For each tier, the announced parts, as bits."""
     runs: list[int]
     """For each group, the length of the run of held chunks that ends here. FULL groups: all chunks, or 0."""
@@ -135,7 +135,7 @@ class Announcer(Generic[P]):
         )
 
     def _of(self, node: _Node[P], tier: int) -> Iterator[Announcement[P]]:
-        yield from self._parts(node, tier, node.told[tier])
+        yield from self._parts(node, tier, node.announced[tier])
 
     # Events.
 
@@ -177,7 +177,7 @@ class Announcer(Generic[P]):
             if is_held != bool(node.held[tier] & bit):
                 node.held[tier] ^= bit
                 self.num_held += 1 if is_held else -1
-                self._run_on(node, place)
+                self._update_runs(node, place)
 
     def take(self) -> News[P]:
         """Net changes since the last call."""
@@ -187,11 +187,11 @@ class Announcer(Generic[P]):
         for node in changed.values():
             needed = self._needed(node)
             for tier in range(self._num_tiers):
-                wanted, told = node.held[tier] & needed, node.told[tier]
-                if wanted != told:
-                    stored += self._parts(node, tier, wanted & ~told)
-                    removed += self._parts(node, tier, told & ~wanted)
-                    node.told[tier] = wanted
+                wanted, announced = node.held[tier] & needed, node.announced[tier]
+                if wanted != announced:
+                    stored += self._parts(node, tier, wanted & ~announced)
+                    removed += self._parts(node, tier, announced & ~wanted)
+                    node.announced[tier] = wanted
             if node.is_empty:
                 self._forget(node)
         self.num_announced += len(stored) - len(removed)
@@ -199,7 +199,7 @@ class Announcer(Generic[P]):
 
     # Consequences of a change.
 
-    def _run_on(self, first: _Node[P], place: int) -> None:
+    def _update_runs(self, first: _Node[P], place: int) -> None:
         """Updates the runs of a chunk and of the chunks after it, when a part was added or removed."""
         waiting = [first]
         while waiting:
@@ -207,7 +207,7 @@ class Announcer(Generic[P]):
             run = self._run(node, place)
             if run != node.runs[place]:
                 node.runs[place] = run
-                self._judge(node)
+                self._update_resumable(node)
                 waiting += node.children.values()
 
     def _run(self, node: _Node[P], place: int) -> int:
@@ -218,7 +218,7 @@ class Announcer(Generic[P]):
             return node.depth if before == node.depth - 1 else 0
         return min(before + 1, self._longest_runs[place])
 
-    def _judge(self, node: _Node[P]) -> None:
+    def _update_resumable(self, node: _Node[P]) -> None:
         """Updates `is_resumable` of the chunk, and `needs` of the parts before it that such a boundary needs."""
         lengths = self._lengths_at(node.chunk.end_token, node.depth)
         is_resumable = all(run >= length for run, length in zip(node.runs, lengths, strict=True))
@@ -227,7 +227,7 @@ class Announcer(Generic[P]):
         node.is_resumable = is_resumable
         change = 1 if is_resumable else -1
         if self._full_mask:
-            self._lead(node, change)
+            self._update_path(node, change)
         for place in self._others:
             needed: _Node[P] | None = node
             for _ in range(lengths[place]):
@@ -236,7 +236,7 @@ class Announcer(Generic[P]):
                 self._changed[needed.chunk.name] = needed
                 needed = needed.parent
 
-    def _lead(self, last: _Node[P], change: int) -> None:
+    def _update_path(self, last: _Node[P], change: int) -> None:
         """Adds a resumable boundary to the path that ends here, or removes one. All its chunks are known."""
         node: _Node[P] | None = last
         while node is not None:

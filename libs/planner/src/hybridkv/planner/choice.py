@@ -81,7 +81,7 @@ def is_weight(value: object) -> bool:
     return value == AUTO
 
 
-_NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
+_NO_STORES: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 def choose(
@@ -90,7 +90,7 @@ def choose(
     rates: Rates = UNKNOWN_RATES,
     *,
     may_wait: bool = True,
-    soon: Mapping[int, int] = _NOBODY,
+    soon: Mapping[int, int] = _NO_STORES,
 ) -> Choice:
     """Chooses the store with the highest score above zero; the first one on a tie.
 

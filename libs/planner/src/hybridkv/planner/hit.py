@@ -162,7 +162,7 @@ class _HitSearch:
             first = boundary if kind is _CHUNKED else max(last + self._step, self._lowest)
             tail = self._ranges.last_held(group_index, first, boundary)
             if tail != boundary:
-                return self._bounded(tail or first - self._step)
+                return self._bounded_by_full(tail or first - self._step)
         if kind is _FULL:
             return self._lower_to_prefix(group_index, boundary)
         return self._lower_to_window(group_index, boundary)
@@ -175,7 +175,7 @@ class _HitSearch:
             if found or nearest == self._lowest:
                 return found
             self._patience = 1
-            return self._bounded(nearest - self._step)
+            return self._bounded_by_full(nearest - self._step)
         return self._ranges.last_held(group_index, self._lowest, boundary)
 
     def _lower_to_window(self, group_index: int, boundary: int) -> int:
@@ -195,7 +195,7 @@ class _HitSearch:
         num_held = self._ranges.held(group_index, first, last)
         if first + num_held * chunk > last:
             return boundary
-        return self._bounded(first + num_held * chunk - step)
+        return self._bounded_by_full(first + num_held * chunk - step)
 
     def _lower_to_prefix(self, group_index: int, boundary: int) -> int:
         chunk = self._chunk
@@ -206,7 +206,7 @@ class _HitSearch:
         walked = self._walked[group_index] = first - chunk + self._ranges.held(group_index, first, last) * chunk
         return boundary if walked >= last else walked + chunk - self._step
 
-    def _bounded(self, boundary: int) -> int:
+    def _bounded_by_full(self, boundary: int) -> int:
         """Returns `boundary`, or less if `_patience` reaches 0 now and a FULL group ends before `boundary`."""
         if self._patience == 0:
             return boundary
@@ -301,7 +301,7 @@ def measure_loss(
     limiting = None
     if full > resumed_tokens:
         following = _next_full(spec, resumed_tokens, full, lookup)
-        limiting = _in_the_way(spec, following, computed_tokens, lookup)
+        limiting = _limiting_group(spec, following, computed_tokens, lookup)
     return Loss(resumed_tokens, full, limiting)
 
 
@@ -339,7 +339,7 @@ def _full_tokens(spec: CacheSpec, num_tokens: int, resumed_tokens: int, lookup: 
     return max(resumed_tokens, end)
 
 
-def _in_the_way(spec: CacheSpec, boundary: int, computed_tokens: int, lookup: Lookup) -> int | None:
+def _limiting_group(spec: CacheSpec, boundary: int, computed_tokens: int, lookup: Lookup) -> int | None:
     for index in spec.scarce_first:
         if spec.groups[index].kind is GroupKind.FULL:
             continue

@@ -28,12 +28,12 @@ from hybridkv.planner.admission import NOT_WAITED, RoomWait, Verdict, gate_load,
 from hybridkv.planner.hit import Hit, Miss, Pending
 from hybridkv.planner.stages import (
     COMPUTE,
-    GO_WITHOUT,
     MAX_FAILED_LOADS,
     MAX_SHRINKS,
+    NO_PAST,
     RELEASE,
+    RELEASE_LATE,
     RETRY_LATER,
-    UNTROUBLED,
     Action,
     Bounds,
     Facts,
@@ -80,7 +80,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | A
         return stage, RETRY_LATER
     elif type(stage) is GivenUp:
         return stage, COMPUTE
-    limit_tokens = facts.num_tokens if past is UNTROUBLED else _limit(past, facts.num_tokens)
+    limit_tokens = facts.num_tokens if past is NO_PAST else _limit(past, facts.num_tokens)
     if (
         type(stage) is Searched
         and stage.limit_tokens == limit_tokens
@@ -165,11 +165,11 @@ def promoted(
         return resume(stage, facts, bounds)
     if outcome is Promoted.IN_PRIMARY:
         found = replace(stage, is_in_primary=True)
-        return _settle(found, found.answer, facts, bounds)
+        return _offer_or_compute(found, found.answer, facts, bounds)
     if stage.past.tier_since_s is None:
         stage = replace(stage, past=replace(stage.past, tier_since_s=action.since_s))
     if outcome is Promoted.READY:
-        return _settle(Holding(stage), stage.answer, facts, bounds)
+        return _offer_or_compute(Holding(stage), stage.answer, facts, bounds)
     if outcome is Promoted.HELD:
         return Holding(stage), RETRY_LATER
     if outcome is Promoted.NO_ROOM:
@@ -180,7 +180,7 @@ def promoted(
             limit_tokens = _limit(past, facts.num_tokens)
             return stage, Search(limit_tokens, past.only_primary, num_shrinks=action.num_shrinks + 1)
     if facts.now_s - action.since_s >= bounds.load_s:
-        return _without(stage), GO_WITHOUT
+        return _only_primary(stage), RELEASE_LATE
     return stage, RETRY_LATER
 
 
@@ -194,7 +194,7 @@ def allocated(stage: Stage, boundary: int | None) -> Stage:
         # The request searches again only if it loses its blocks or the load fails. The answers are old then, so that
         # search sends new lookups.
         past = replace(past, lookups_sent_s=None, lookup_deadline_s=None)
-    return _begin(past) if boundary is None else Loading(past, boundary)
+    return _next_attempt(past) if boundary is None else Loading(past, boundary)
 
 
 def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False) -> Stage:
@@ -214,13 +214,13 @@ def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False
         limit = past.boundary_limit if is_explained else stage.boundary
         past = replace(past, failed_loads=past.failed_loads + 1, boundary_limit=limit)
         past = _started_over(past)
-    return _begin(past)
+    return _next_attempt(past)
 
 
 def start_over(stage: Stage) -> Stage:
     """The engine starts the request over: it took the blocks away, or discards computed tokens."""
     past = _started_over(stage.past)
-    return Loading(past, stage.boundary) if type(stage) is Loading else _begin(past)
+    return Loading(past, stage.boundary) if type(stage) is Loading else _next_attempt(past)
 
 
 def paused(stage: Stage, pause_s: float) -> Stage:
@@ -238,7 +238,7 @@ def paused(stage: Stage, pause_s: float) -> Stage:
     return _with_past(stage, past)
 
 
-def sent_again(stage: Stage, now_s: float, timeout_s: float) -> Stage:
+def lookups_sent_again(stage: Stage, now_s: float, timeout_s: float) -> Stage:
     """The async lookups of a queued request were sent again, since their answers have expired."""
     if stage.past.lookup_deadline_s is None:
         return stage
@@ -266,11 +266,11 @@ def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply
     """Next step if the tiers hold chunks for the request: offers the hit, waits for the chunks, or releases them."""
     if type(stage) is Holding and stage.found.computed_tokens == facts.computed_tokens:
         if facts.hold is _READY:
-            return _settle(stage, stage.found.answer, facts, bounds)
+            return _offer_or_compute(stage, stage.found.answer, facts, bounds)
         if facts.hold is _WAITING:
             return stage, RETRY_LATER
     if facts.hold is _LATE:
-        return _without(stage), GO_WITHOUT
+        return _only_primary(stage), RELEASE_LATE
     return stage.found if type(stage) is Holding else stage, RELEASE
 
 
@@ -303,7 +303,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
             return found, RETRY_LATER
         past = replace(past, waited_in_vain=True)
         return replace(found, past=past), Search(found.limit_tokens, past.only_primary, True, num_shrinks)
-    return _settle(found, answer, facts, bounds)
+    return _offer_or_compute(found, answer, facts, bounds)
 
 
 def _is_worth_waiting(found: Searched, facts: Facts) -> bool:
@@ -320,7 +320,9 @@ def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:
     return found.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
 
 
-def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
+def _offer_or_compute(
+    stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds
+) -> tuple[Stage, Reply | Action]:
     """Last step: offers a hit that is in the primary tier, if the engine has room. Without a hit: computes."""
     past = stage.past
     if past.stores_since_s is not None or past.tier_since_s is not None:
@@ -349,7 +351,7 @@ def limit_tokens(stage: Stage, num_tokens: int) -> int:
     return _limit(stage.past, num_tokens)
 
 
-def _without(stage: Stage) -> Stage:
+def _only_primary(stage: Stage) -> Stage:
     """Secondary tiers timed out: the request uses the primary tier alone from now on."""
     past = replace(stage.past, only_primary=True)
     return Unsearched(past) if type(stage) is Searched or type(stage) is Holding else _with_past(stage, past)
@@ -361,7 +363,7 @@ def _started_over(past: Past) -> Past:
     return replace(past, room=NOT_WAITED, waited_in_vain=False)
 
 
-def _begin(past: Past) -> Stage:
+def _next_attempt(past: Past) -> Stage:
     return GivenUp(past) if past.failed_loads >= MAX_FAILED_LOADS else Unsearched(past)
 
 

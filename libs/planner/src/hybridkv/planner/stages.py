@@ -48,14 +48,14 @@ class Past(msgspec.Struct, frozen=True):
     room: RoomWait = NOT_WAITED
 
 
-UNTROUBLED: Final = Past()
+NO_PAST: Final = Past()
 
 
 @final
 class Unsearched(msgspec.Struct, frozen=True):
     """No search result is known, or the last one is out of date."""
 
-    past: Past = UNTROUBLED
+    past: Past = NO_PAST
 
 
 @final
@@ -117,7 +117,7 @@ class GivenUp(msgspec.Struct, frozen=True):
 
 
 Stage: TypeAlias = Unsearched | Searched | Holding | Loading | GivenUp
-NEW: Final = Unsearched()
+NEW_REQUEST: Final = Unsearched()
 """Stage of a new request."""
 
 
@@ -281,7 +281,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 RELEASE: Final = Release()
-GO_WITHOUT: Final = Release(is_late=True)
+RELEASE_LATE: Final = Release(is_late=True)
 
 
 class Promoted(enum.Enum):

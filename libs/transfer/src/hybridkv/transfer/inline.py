@@ -55,7 +55,7 @@ class InlineCopyEngine:
         try:
             self._results[job_id] = execute(job, self._memory, copy, self._clock)
         except Exception as error:  # from the copy; `execute` catches errors of hooks
-            self._results[job_id] = job.failed(describe(error))
+            self._results[job_id] = job.failed_result(describe(error))
         return True
 
     def poll(self) -> list[CopyResult]:

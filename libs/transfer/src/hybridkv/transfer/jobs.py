@@ -30,7 +30,7 @@ class Job:
     after: Hook | None
     records: RecordDigests | None = None
 
-    def failed(self, failure: str, num_bytes: int = 0, seconds: float = 0.0) -> CopyResult:
+    def failed_result(self, failure: str, num_bytes: int = 0, seconds: float = 0.0) -> CopyResult:
         return CopyResult(self.job_id, failure, num_bytes, seconds)
 
 

@@ -118,7 +118,7 @@ class JobQueue(ABC, Generic[Prepared]):
             del job, prepared  # frees the objects that the hooks refer to
         self._drain()
         while self._queue:
-            self._finish(self._queue.popleft()[0].failed(CLOSED))
+            self._finish(self._queue.popleft()[0].failed_result(CLOSED))
 
     def _finish(self, result: CopyResult) -> None:
         with self._changed:
@@ -142,7 +142,7 @@ class CpuCopyEngine(JobQueue[Copier]):
         try:
             result = execute(job, self._memory, prepared, self._clock)
         except BaseException as error:  # the thread must go on, or all later jobs would hang
-            result = job.failed(describe(error))
+            result = job.failed_result(describe(error))
         self._finish(result)
 
 

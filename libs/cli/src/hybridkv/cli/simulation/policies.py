@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hybridkv.cli.simulation.store import CostModel, RequestFacts
 from hybridkv.cli.simulation.traces import Trace
 from hybridkv.planner import (
-    AwaitedStates,
+    AnswerReuse,
     Costs,
     Experience,
     Limits,
@@ -66,7 +66,7 @@ class PlannerStops(PromptEnds):
         self._experience = Experience(divergences=(experience.PRIOR_DIVERGENCES,) * len(experience.DISTANCES))
         self._stored = 0
         self._has_answers = has_answers
-        self._awaited = AwaitedStates(MAX_REMEMBERED)
+        self._answer_reuse = AnswerReuse(MAX_REMEMBERED)
 
     def _market(self) -> Market:
         return Market(self._capacity, min(self._capacity, self._stored), self._experience)
@@ -81,15 +81,15 @@ class PlannerStops(PromptEnds):
         placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
         self._experience = learn_request(self._experience, prompt, placement)
         self._seen.note(chunk, keys, prompt, placement, market)
-        self._awaited.record_resumed(keys[place - 1] for place in range(max(1, facts.resumed), facts.end + 1))
+        self._answer_reuse.record_resumed(keys[place - 1] for place in range(max(1, facts.resumed), facts.end + 1))
         return [stop.num_tokens // chunk for stop in placement.stops]
 
     def _is_unproven(self, facts: RequestFacts) -> bool:
         gained = (len(facts.request.answered) - facts.end) * self._chunk
-        return self._awaited.is_unproven(gained, self._market(), self._costs)
+        return self._answer_reuse.is_unproven(gained, self._market(), self._costs)
 
     def keeps_answer(self, facts: RequestFacts) -> bool:
         if not self._has_answers:
             return False
-        self._awaited.note(facts.request.answered[-1])
+        self._answer_reuse.note(facts.request.answered[-1])
         return self._market().has_room(self._costs) or not self._is_unproven(facts)

@@ -120,12 +120,12 @@ class Codec:
 
     Attributes:
         version: version text of the server's `/lmc_version`.
-        counts_free_ranges: True if `free_lookup_locks` has a payload for further ranges.
+        has_free_ranges: True if `free_lookup_locks` has a payload for further ranges.
         negotiates: True if a call settles the chunk size; else the server's configuration sets it.
     """
 
     version = ""
-    counts_free_ranges = False
+    has_free_ranges = False
     negotiates = False
 
     def key_fields(self, key: Key) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Codec:
 
     def free_locks(self, key: Key) -> RpcCall[None]:
         payloads: tuple[Any, ...] = (self._key(key), key.world_size)
-        return _call("free_lookup_locks", 12, (*payloads, ()) if self.counts_free_ranges else payloads, None)
+        return _call("free_lookup_locks", 12, (*payloads, ()) if self.has_free_ranges else payloads, None)
 
     def end_session(self, session: str) -> RpcCall[None]:
         return _call("end_session", 13, (session,), None)
@@ -292,7 +292,7 @@ class Codec057rc2(Codec):
     """LMCache 0.5.7rc2: packed tokens; the first client settles the chunk size; lock release takes further ranges."""
 
     version = "0.5.7rc2"
-    counts_free_ranges = True
+    has_free_ranges = True
     negotiates = True
 
     def key_fields(self, key: Key) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class RegisteredMemory:
         gone = set(numbers)
         return RegisteredMemory(tuple(None if at in gone else each for at, each in enumerate(self.regions)))
 
-    def why_not(self, side: str, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> str | None:
+    def bounds_error(self, side: str, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> str | None:
         """None if each range lies in one region, else a text about the first invalid range. Safe for any numbers."""
         if not len(num_bytes):
             return None

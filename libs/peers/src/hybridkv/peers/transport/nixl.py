@@ -128,15 +128,17 @@ class NixlTransport:
             read = NixlRead(known or NixlRemote("", RegisteredMemory()), now_s, now_s + timeout_s)
             is_full = len(self._reads) >= self._max_transfers
             self._reads.add(number, read)
-            why_not = self._reads.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+            bounds_error = self._reads.memory.bounds_error(
+                "local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes
+            )
             if is_full:
                 read.fail(TransferFailureReason.BUSY, f"{self._max_transfers} reads are not released", now_s)
             elif known is None or not known.is_attached:
                 read.fail(TransferFailureReason.CLOSED, "the peer is not attached", now_s)
-            elif why_not := why_not or known.memory.why_not(
+            elif bounds_error := bounds_error or known.memory.bounds_error(
                 "remote", ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes
             ):
-                read.fail(TransferFailureReason.REFUSED, why_not, now_s)
+                read.fail(TransferFailureReason.REFUSED, bounds_error, now_s)
             elif not len(ranges):
                 read.state = TransferDone(0, 0, 0.0)
             else:
@@ -155,7 +157,7 @@ class NixlTransport:
 
     def release(self, transfer: TransferId) -> bool:
         with self._lock:
-            return self._reads.get(transfer) is None or self._reads.forget(transfer)
+            return self._reads.get(transfer) is None or self._reads.release(transfer)
 
     def wait(self, timeout_s: float) -> None:
         until_s = self._clock() + timeout_s
@@ -190,13 +192,13 @@ class NixlTransport:
                 return True
             until_s = self._clock() + timeout_s
             self._reads.fail_all(TransferFailureReason.CLOSED, "the transport was closed")
-            while not self._reads.is_quiet() and self._clock() < until_s - timeout_s / 2:
+            while not self._reads.finish_posts() and self._clock() < until_s - timeout_s / 2:
                 time.sleep(0.001)
             for remote in list(self._remotes):
                 self.detach(remote)
-            while not self._reads.is_quiet() and self._clock() < until_s:
+            while not self._reads.finish_posts() and self._clock() < until_s:
                 time.sleep(0.001)
-            if not self._reads.is_quiet():
+            if not self._reads.finish_posts():
                 return False
             for handle in self._handles.values():
                 self._reads.quietly(functools.partial(self._agent.deregister_memory, handle))

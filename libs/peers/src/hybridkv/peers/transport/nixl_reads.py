@@ -97,7 +97,7 @@ class NixlReads:
         """Queues the posts of a read; `advance` posts them. The ranges must be checked on both sides."""
         read.posts.extend(posts_of(ranges, POST_BYTES))
 
-    def forget(self, number: TransferId) -> bool:
+    def release(self, number: TransferId) -> bool:
         """Releases a read. Returns False if one of its posts has not ended; this call then cancels the read."""
         read = self._reads[number]
         if read.handles or read.state is PENDING:
@@ -121,8 +121,8 @@ class NixlReads:
         for read in self._reads.values():
             read.fail(reason, detail, self._clock())
 
-    def is_quiet(self) -> bool:
-        """True if no post is in flight."""
+    def finish_posts(self) -> bool:
+        """Advances the posts in flight. Returns True if none is left."""
         for read in self._reads.values():
             if read.handles:
                 self.advance(read)
@@ -132,18 +132,18 @@ class NixlReads:
         """Checks the posts of a read and posts the next ones. Errors become the state."""
         now_s = self._clock()
         for handle in list(read.handles):
-            self._look_at(read, handle, now_s)
+            self._check_post(read, handle, now_s)
         if read.state is PENDING and now_s >= read.deadline_s:
             read.fail(TransferFailureReason.TIMEOUT, "", now_s)
         while read.state is PENDING and read.posts and len(read.handles) < MAX_POSTS:
             if self._post(read, read.posts.popleft(), now_s):
                 break
         if isinstance(read.state, TransferFailed):
-            self._look_at_peer(read, read.state, now_s)
+            self._give_up_bad_peer(read, read.state, now_s)
         elif read.state is PENDING and not read.posts and not read.handles:
             read.state = TransferDone(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
 
-    def _look_at_peer(self, read: NixlRead, failed: TransferFailed, now_s: float) -> None:
+    def _give_up_bad_peer(self, read: NixlRead, failed: TransferFailed, now_s: float) -> None:
         """Gives up the peer of a failed read if the peer is gone or a post does not end."""
         if failed.reason is TransferFailureReason.GONE and not read.handles:
             # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
@@ -153,7 +153,7 @@ class NixlReads:
                 read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled"
             )
 
-    def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
+    def _check_post(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:

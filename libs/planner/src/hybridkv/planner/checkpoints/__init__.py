@@ -6,7 +6,7 @@ costs one step of the engine, and space in the store. This package chooses the s
 statistics of earlier requests.
 """
 
-from hybridkv.planner.checkpoints.awaited import AwaitedStates
+from hybridkv.planner.checkpoints.answer_reuse import AnswerReuse
 from hybridkv.planner.checkpoints.experience import NO_EXPERIENCE, Experience, learn_request, learn_stored
 from hybridkv.planner.checkpoints.placement import next_stop, plan_stops
 from hybridkv.planner.checkpoints.seen import SeenPrefixes
@@ -23,7 +23,7 @@ from hybridkv.planner.checkpoints.values import (
 
 __all__ = [
     "NO_EXPERIENCE",
-    "AwaitedStates",
+    "AnswerReuse",
     "Costs",
     "Experience",
     "LeftOut",

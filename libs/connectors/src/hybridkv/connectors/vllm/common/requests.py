@@ -24,7 +24,7 @@ from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, life
 from hybridkv.planner.checkpoints import Placement, Prompt
 from hybridkv.planner.coverage import Part
 from hybridkv.planner.hints import NO_HINTS, Hints
-from hybridkv.planner.stages import NEW, Reply, Stage
+from hybridkv.planner.stages import NEW_REQUEST, Reply, Stage
 from hybridkv.tiers import Extends
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class TrackedRequest:
     step skips the request. 0: no step skips it."""
     computed_tokens: int = 0
     """Tokens that the engine itself held at its last lookup of the request."""
-    stage: Stage = NEW
+    stage: Stage = NEW_REQUEST
     """Progress of the request's load."""
     last_reply: Reply | None = None
     """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
@@ -181,7 +181,7 @@ class TrackedRequest:
         unchanged_hashes = self.follow()
         if self.hashes is None:
             return self.request.block_hashes
-        return self.hashes.upto(self.request.all_token_ids, unchanged_hashes * self.hashes.block_tokens)
+        return self.hashes.prefix_hashes(self.request.all_token_ids, unchanged_hashes * self.hashes.block_tokens)
 
     def follow(self) -> int:
         """Drops the state that depends on tokens that the request no longer has.
@@ -200,7 +200,7 @@ class TrackedRequest:
         if num_hashes <= len(engine) and (num_hashes == 0 or engine[num_hashes - 1] == last):
             return num_hashes
         if self.hashes is not None:
-            self.hashes.upto(())
+            self.hashes.prefix_hashes(())
         self.stored_tokens, self.planned_chunks, self.chain = 0, (0, 0), PrefixChain()
         self.idle_below_tokens = 0
         self.checkpoint_state = self.checkpoint_state.started_over()

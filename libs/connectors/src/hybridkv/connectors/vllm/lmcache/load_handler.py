@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
 from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, bad_pages, copy_runs
-from hybridkv.lmcache.calls import CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.operations import Prefix, PrefixHit
 from hybridkv.lmcache.page import PageState
 from hybridkv.tiers import FailureReason
@@ -28,12 +28,12 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 
 TIMEOUT = "timeout"
 REASONS = {
-    Trouble.BUSY: str(FailureReason.BUSY),
-    Trouble.CLOSED: str(FailureReason.CLOSED),
-    Trouble.TIMEOUT: TIMEOUT,
-    Trouble.REFUSED: str(FailureReason.MISSING),
+    CallFailureReason.BUSY: str(FailureReason.BUSY),
+    CallFailureReason.CLOSED: str(FailureReason.CLOSED),
+    CallFailureReason.TIMEOUT: TIMEOUT,
+    CallFailureReason.REFUSED: str(FailureReason.MISSING),
 }
-"""Failure reason by trouble. All others are I/O errors."""
+"""Failure reason of a load by the reason of the failed call. All others are I/O errors."""
 _STATES = {
     PageState.ABSENT: (str(FailureReason.MISSING), "the server wrote no page"),
     PageState.FOREIGN: (str(FailureReason.WRONG_KEY), "the server wrote another page"),
@@ -156,7 +156,7 @@ class LoadHandler:
         lease.memory.blank(lease.taken)
         operation.prefix = session.prefix(operation.load.digests)
 
-        def found(ended: Ended[PrefixHit]) -> None:
+        def found(ended: CallResult[PrefixHit]) -> None:
             try:
                 self._found(operation, lease, ended)
             except Exception as error:  # a bug fails this load only
@@ -167,7 +167,7 @@ class LoadHandler:
 
     # Any thread.
 
-    def _found(self, operation: _LoadOperation, lease: PageLease, ended: Ended[PrefixHit]) -> None:
+    def _found(self, operation: _LoadOperation, lease: PageLease, ended: CallResult[PrefixHit]) -> None:
         session, wanted = self._session, operation.transfer.chunks.end
         if isinstance(ended, CallFailure):
             lease.drop(SERVER)
@@ -188,7 +188,7 @@ class LoadHandler:
             )
 
     def _post_call_failure(self, operation: _LoadOperation, failure: CallFailure) -> None:
-        self._post_failure(operation, REASONS.get(failure.trouble, FailureReason.IO), f"LMCache's server: {failure}")
+        self._post_failure(operation, REASONS.get(failure.reason, FailureReason.IO), f"LMCache's server: {failure}")
 
     def _post_failure(self, operation: _LoadOperation, reason: str, detail: str) -> None:
         self._inbox.append(lambda: self._fail(operation, reason, detail))
@@ -198,9 +198,9 @@ class LoadHandler:
 
     # The engine's thread.
 
-    def _read(self, operation: _LoadOperation, lease: PageLease, ended: Ended[None]) -> None:
+    def _read(self, operation: _LoadOperation, lease: PageLease, ended: CallResult[None]) -> None:
         if isinstance(ended, CallFailure):
-            self._fail(operation, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
+            self._fail(operation, REASONS.get(ended.reason, FailureReason.IO), f"LMCache's server: {ended}")
         elif not operation.is_over:
             operation.is_copying = True
             runs = partial(self._runs, operation, lease)

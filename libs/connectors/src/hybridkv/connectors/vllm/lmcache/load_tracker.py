@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import LMCACHE, ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason
 from hybridkv.lmcache.operations import LookupHandle
 from hybridkv.planner import (
     CacheSpec,
@@ -192,9 +192,9 @@ class LoadTracker:
                 self._metrics.wait_timeout("lookup")
                 self._end(state, LookupReason.TIMEOUT, "the server did not answer in time")
         elif isinstance(ended, CallFailure):
-            if ended.trouble is Trouble.TIMEOUT:
+            if ended.reason is CallFailureReason.TIMEOUT:
                 self._metrics.wait_timeout("lookup")
-            reason = LookupReason.TIMEOUT if ended.trouble is Trouble.TIMEOUT else LookupReason.NOT_STORED
+            reason = LookupReason.TIMEOUT if ended.reason is CallFailureReason.TIMEOUT else LookupReason.NOT_STORED
             self._end(state, reason, str(ended))
         elif not ended.value.num_chunks:
             self._end(state, LookupReason.FAILED_LOADS if state.failed_loads else LookupReason.NOT_STORED, "")

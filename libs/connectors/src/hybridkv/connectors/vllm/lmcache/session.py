@@ -23,7 +23,7 @@ from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.page import HEADER_BYTES, PageState, check, seal
-from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.pool import Pool, TakenPages
 from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.lmcache.withdrawal import withdraw
 from hybridkv.tiers import Slot
@@ -75,7 +75,7 @@ class PoolMemory:
         first, stride = int(rows.ctypes.data) + HEADER_BYTES, rows.strides[0]
         return [(first + page * stride, num_bytes) for page in pages]
 
-    def blank(self, taken: Taken) -> None:
+    def blank(self, taken: TakenPages) -> None:
         """Clears the headers of pages, so that pages that the server does not write are detected."""
         for group, pages in taken.blocks.items():
             self.groups[group][np.asarray(pages, dtype=np.int64), :HEADER_BYTES] = 0
@@ -92,7 +92,7 @@ class PageLease:
     """
 
     def __init__(
-        self, taken: Taken, memory: PoolMemory, until_s: float, give_back: Callable[[PageLease], None]
+        self, taken: TakenPages, memory: PoolMemory, until_s: float, give_back: Callable[[PageLease], None]
     ) -> None:
         self.taken = taken
         self.memory = memory
@@ -325,7 +325,7 @@ class RankSession:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None
             is_overdue = any(lease.until_s <= now_s and lease.taken.instance == instance for lease in self._leases)
         if is_overdue:
-            self.connection.doubt()
+            self.connection.reconnect()
 
     def close(self) -> None:
         """Closes the connection within a bounded time, then frees the shared memory."""

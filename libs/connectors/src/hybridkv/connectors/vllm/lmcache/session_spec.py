@@ -13,7 +13,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig, parse_url
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
-from hybridkv.lmcache.keys import page_identity, words_of
+from hybridkv.lmcache.keys import page_identity, prefix_words
 from hybridkv.lmcache.pool import ALIGNMENT_BYTES
 from hybridkv.planner import GroupSpec
 
@@ -68,7 +68,7 @@ class SessionSpec:
 
     def words(self, digests: Iterable[bytes]) -> bytes:
         """Words that the server hashes for a prefix."""
-        return words_of(digests, self.chunk_tokens)
+        return prefix_words(digests, self.chunk_tokens)
 
     def identity(self, digest: bytes, group: int, block: int) -> bytes:
         """Identity of this rank's page.

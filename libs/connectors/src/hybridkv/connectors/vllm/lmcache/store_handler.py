@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, StoreRelease
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
 from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, copy_runs, seal_pages
-from hybridkv.lmcache.calls import CallFailure, Ended
+from hybridkv.lmcache.calls import CallFailure, CallResult
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns
 
@@ -175,7 +175,7 @@ class StoreHandler:
         timeout_s = session.spec.store_timeout_s
         lease.until_s = self._clock() + timeout_s
 
-        def ended(ended: Ended[None]) -> None:
+        def ended(ended: CallResult[None]) -> None:
             if isinstance(ended, CallFailure):
                 logger.debug("store %d: LMCache's server: %s", store.store_id, ended)
 

@@ -48,17 +48,17 @@ class ServerCounts:
         before, self._counted = self._counted, now
         if now == before:
             return
-        lacks = {name: number - before.lacks.get(name, 0) for name, number in now.lacks.items()}
+        failures = {name: number - before.failures.get(name, 0) for name, number in now.failures.items()}
         found = now.found - before.found
         done = {
             "lookup": now.lookups - before.lookups,
             "retrieve": now.retrieves - before.retrieves,
             "store": now.stores - before.stores,
         }
-        for name, number in lacks.items():
-            operation, _, trouble = name.partition(" ")
+        for name, number in failures.items():
+            operation, _, reason = name.partition(" ")
             done[operation] -= number
-            self._count(operation, trouble, number)
+            self._count(operation, reason, number)
         self._count("lookup", "done", found)
         self._count("lookup", "nothing", done["lookup"] - found)
         self._count("retrieve", "done", done["retrieve"])

@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.planner import LookupResult, Loss, State
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
-    AwaitedStates,
+    AnswerReuse,
     Costs,
     Limits,
     Market,
@@ -63,7 +63,7 @@ class AnswerStates:
         self._metrics = metrics
         self._groups = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
-        self._awaited = AwaitedStates(MAX_REMEMBERED)
+        self._answer_reuse = AnswerReuse(MAX_REMEMBERED)
         """States of answers, stored or not, that no request has reused yet."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
@@ -98,12 +98,12 @@ class AnswerStates:
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Called when a request is admitted; its computation begins at `num_tokens`. Counts the remembered states that
         the request reuses there, and those later in its prompt, which it could reuse if they were stored."""
-        if tracked.checkpoint_state.was_admitted or not len(self._awaited):
+        if tracked.checkpoint_state.was_admitted or not len(self._answer_reuse):
             # If it was admitted before, it may have stored the remembered states itself.
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
-        self._awaited.record_resumed(keys.key(group, place * step) for place in range(max(1, first), last + 1))
+        self._answer_reuse.record_resumed(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
     def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
         """Whether to store a state of an answer: there is free room, or the state is worth more than the chunks that it
@@ -111,10 +111,10 @@ class AnswerStates:
         checkpoint_state = tracked.checkpoint_state
         if num_tokens > checkpoint_state.awaited_tokens:
             checkpoint_state.awaited_tokens = num_tokens
-            self._awaited.note(self._keys(tracked, num_tokens)[0])
+            self._answer_reuse.note(self._keys(tracked, num_tokens)[0])
         end_tokens = (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
         gained_tokens = num_tokens - end_tokens
-        return market.has_room(self._costs) or not self._awaited.is_unproven(gained_tokens, market, self._costs)
+        return market.has_room(self._costs) or not self._answer_reuse.is_unproven(gained_tokens, market, self._costs)
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
         """Called after a store of these states was planned. If no state was refused, withdraws the earlier ones."""
@@ -140,7 +140,7 @@ class AnswerStates:
 
     def forget(self) -> None:
         """Drops all remembered states, after the tiers were cleared."""
-        self._awaited.forget()
+        self._answer_reuse.forget()
 
 
 MAX_SEEN = 1 << 16

@@ -104,7 +104,7 @@ class ReuseMeter:
         if keys:
             whole = [(part[0], key) for part, key in keys.items() if part[1] % chunk_tokens == 0]
             chunks = [key for group, key in whole if group == self._attention]
-            self._estimator.use(chunks, [key for group, key in whole if group == self._states])
+            self._estimator.record_use(chunks, [key for group, key in whole if group == self._states])
             self._is_changed = True
 
     def _record(self) -> None:

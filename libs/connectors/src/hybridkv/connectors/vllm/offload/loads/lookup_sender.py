@@ -85,7 +85,7 @@ class LookupSender:
             if timeout_s and tracked.request_keys is not None and self._has_expired(tracked):
                 due_s = now_s + LOOKUP_AGAIN_S
                 self.send(tracked, tracked.request.num_tokens)
-                tracked.stage = life.sent_again(tracked.stage, now_s, timeout_s)
+                tracked.stage = life.lookups_sent_again(tracked.stage, now_s, timeout_s)
         del self._queued[request_id]
         self._queued[request_id] = tracked, due_s
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.planner import NO_EXPERIENCE, AwaitedStates, Costs, Market
+from hybridkv.planner import NO_EXPERIENCE, AnswerReuse, Costs, Market
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 
 COSTS = Costs(2_048, 1, 64)
@@ -29,7 +29,7 @@ def tight(tokens_a_state: float) -> Market:
     return Market(1 << 30, 0, msgspec.structs.replace(learned, aged_tokens=aged))
 
 
-def replay(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> AwaitedStates:
+def replay(states: AnswerReuse, steps: list[tuple[bool, list[int]]]) -> AnswerReuse:
     for is_met, keys in steps:
         if is_met:
             states.record_resumed(keys)
@@ -40,14 +40,14 @@ def replay(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> Awaite
 
 
 def test_every_state_is_unproven_before_the_first_request_returns() -> None:
-    states = AwaitedStates(10)
+    states = AnswerReuse(10)
     assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
     states.note("a")
     assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
 
 
 def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percent() -> None:
-    often, seldom = AwaitedStates(1_000), AwaitedStates(1_000)
+    often, seldom = AnswerReuse(1_000), AnswerReuse(1_000)
     for number in range(300):
         often.note(number)
         seldom.note(number)
@@ -62,7 +62,7 @@ def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percen
 
 
 def test_every_state_is_proven_once_returns_were_seen_and_bytes_are_free() -> None:
-    states = AwaitedStates(10)
+    states = AnswerReuse(10)
     states.note("a")
     states.record_resumed(["a"])
     stored_anew = msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=float(4 << 30))
@@ -71,7 +71,7 @@ def test_every_state_is_proven_once_returns_were_seen_and_bytes_are_free() -> No
 
 
 def test_each_state_counts_once_and_a_forgotten_state_does_not() -> None:
-    states = AwaitedStates(2)
+    states = AnswerReuse(2)
     for key in "abc":
         states.note(key)
     states.record_resumed("a")
@@ -86,14 +86,14 @@ def test_each_state_counts_once_and_a_forgotten_state_does_not() -> None:
 
 
 def test_two_answers_with_the_same_state_count_as_a_state_and_its_return() -> None:
-    states = AwaitedStates(10)
+    states = AnswerReuse(10)
     for _ in range(2):
         states.note("a")
     assert (len(states), states.resumed_share) == (0, pytest.approx(0.5, abs=0.01))
 
 
 def test_the_return_rate_falls_again_when_requests_stop_returning() -> None:
-    states = AwaitedStates(10)
+    states = AnswerReuse(10)
     for number in range(50):
         states.note(number)
         states.record_resumed([number])
@@ -104,7 +104,7 @@ def test_the_return_rate_falls_again_when_requests_stop_returning() -> None:
 
 @given(st.integers(0, 6), calls)
 def test_the_counts_agree_with_a_list_of_all_events(max_states: int, steps: list[tuple[bool, list[int]]]) -> None:
-    states = replay(AwaitedStates(max_states), steps)
+    states = replay(AnswerReuse(max_states), steps)
     waiting: list[int] = []
     outgrown, met = [1.0], []
     for is_met, keys in steps:
@@ -123,7 +123,7 @@ def test_the_counts_agree_with_a_list_of_all_events(max_states: int, steps: list
 def test_deeper_states_and_cheaper_bytes_are_never_worth_less(
     steps: list[tuple[bool, list[int]]], num_tokens: int, more_tokens: int, market: Market, more_bytes: int
 ) -> None:
-    states = replay(AwaitedStates(4), steps)
+    states = replay(AnswerReuse(4), steps)
     dear = msgspec.structs.replace(COSTS, state_bytes=COSTS.state_bytes + more_bytes)
     assert states.is_unproven(num_tokens, market, COSTS) >= states.is_unproven(num_tokens + more_tokens, market, COSTS)
     assert states.is_unproven(num_tokens, market, dear) >= states.is_unproven(num_tokens, market, COSTS)
@@ -131,4 +131,4 @@ def test_deeper_states_and_cheaper_bytes_are_never_worth_less(
 
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="max_states"):
-        AwaitedStates(-1)
+        AnswerReuse(-1)

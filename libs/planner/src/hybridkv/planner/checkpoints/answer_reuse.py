@@ -14,13 +14,13 @@ from typing import Final
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
 
-YOUNG: Final = 4
+YOUNG_CAPACITIES: Final = 4
 """A store is young until this multiple of its capacity was stored. Before that, evicted content is rarely missed."""
-DEARER: Final = 4
+YOUNG_BYTE_FACTOR: Final = 4
 """Assumed value of a byte of a young store, as a multiple of the average savings per byte."""
 
 
-class AwaitedStates:
+class AnswerReuse:
     """Table of at most `max_states` states of answers. The oldest states are forgotten and not counted.
 
     A key is opaque and identifies a boundary and the prefix before it.
@@ -77,9 +77,9 @@ class AwaitedStates:
         experience = market.experience
         if self.resumed_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:
             return True
-        if experience.bytes_ever >= YOUNG * market.capacity_bytes:
+        if experience.bytes_ever >= YOUNG_CAPACITIES * market.capacity_bytes:
             return False
-        displaced = DEARER * costs.state_bytes * experience.resumed_tokens
+        displaced = YOUNG_BYTE_FACTOR * costs.state_bytes * experience.resumed_tokens
         return self.resumed_share * num_tokens * experience.stored_bytes <= displaced
 
     def forget(self) -> None:
