@@ -491,6 +491,19 @@ def test_a_channel_without_a_socket_closes(server: ScriptedServer, monkeypatch: 
     assert ended == [CallFailure(CallFailureReason.CLOSED, "ping")]
 
 
+def test_a_call_ends_if_its_send_raises(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = _channel(server)
+
+    def fail(sock: object, parts: object, flags: int = 0) -> None:
+        raise zmq.ZMQError(errno.ENOMEM)
+
+    monkeypatch.setattr(zmq.Socket, "send_multipart", fail)
+    found = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end), TIMEOUT_S)
+    assert found == CallFailure(CallFailureReason.TIMEOUT, "ping"), "the server may have the call"
+    assert eventually(lambda: not channel.num_open)
+    assert channel.close(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["half-open", "silent"])
 def test_a_close_with_open_calls_takes_one_bounded_time(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, leaves: bool
