@@ -21,14 +21,22 @@ from hybridkv.cli.simulation.traces import TraceRequest
 from hybridkv.hashing import TAG_BYTES
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.object import LookupAnswered, News, ObjectIndex, ObjectOptions, ObjectSlot, PackPlace, StoreCounts
+from hybridkv.tiers.object import (
+    ClientEvent,
+    LookupAnswered,
+    ObjectIndex,
+    ObjectOptions,
+    ObjectSlot,
+    PackPlace,
+    StoreCounts,
+)
 from hybridkv.tiers.object.format.manifest import ManifestNode, encode_manifest
 from hybridkv.tiers.object.format.record import HEADER_BYTES
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.manifests.paths import MAX_NODES, Paths
 from hybridkv.tiers.object.manifests.search import MAX_PROBES, MAX_TAIL_PROBES, find_last
 from hybridkv.tiers.object.medium import GAP_BYTES, READ_BYTES
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.object.names import MANIFEST_EVERY, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.packs import Stored
 from hybridkv.tiers.ram import RamIndex
 
@@ -150,7 +158,7 @@ class SimulatedClient:
 
     def __init__(self, store: SimulatedStore, options: ObjectOptions, clock: Callable[[], float]) -> None:
         self._store, self._options, self._clock = store, options, clock
-        self.events: deque[News] = deque()
+        self.events: deque[ClientEvent] = deque()
         self._paths = Paths(MAX_NODES)
         self._unpublished: dict[bytes, None] = {}
 
@@ -163,7 +171,7 @@ class SimulatedClient:
 
         found = None
         try:
-            find_last(prefixes, read, BOUNDARY_EVERY, MAX_PROBES, MAX_TAIL_PROBES).send(None)
+            find_last(prefixes, read, MANIFEST_EVERY, MAX_PROBES, MAX_TAIL_PROBES).send(None)
         except StopIteration as end:  # `read` never waits
             found = end.value
         places: dict[Key, PackPlace] = {}
@@ -182,7 +190,7 @@ class SimulatedClient:
 
     def publish(self, stored: Sequence[Stored]) -> None:
         own = {each.key: each.place.pack for each in stored}
-        ends = self._paths.ends(self._paths.add(stored), BOUNDARY_EVERY)
+        ends = self._paths.manifest_prefixes(self._paths.add(stored), MANIFEST_EVERY)
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
             path = self._paths.up_to(prefix)

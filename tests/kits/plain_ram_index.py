@@ -122,7 +122,7 @@ class PlainRamIndex(KeyLedger[SlotEntry]):
         if self.before_reserving is not None:
             self.before_reserving()
         cost = self.cost(num_bytes)
-        refusal = self.why_not(key, cost, extends)
+        refusal = self.reserve_refusal(key, cost, extends)
         if refusal is not None:
             return self.tally.refuse(refusal)
         if self.used_bytes + cost > self.capacity_bytes or len(self.by_key) >= self.max_keys:

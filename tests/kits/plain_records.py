@@ -247,7 +247,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
         for number, num_bytes in live_bytes.items():
             by_number[number].live_bytes += num_bytes
             self._segments.refile(by_number[number])
-            self.evictable_bytes += num_bytes
+            self.unpinned_bytes += num_bytes
             self.used_bytes += num_bytes
 
     def relocate(self, record: PlainRecord, address: int) -> None:

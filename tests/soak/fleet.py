@@ -25,7 +25,7 @@ from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import (
-    BOUNDARY_EVERY,
+    MANIFEST_EVERY,
     cache_name,
     epoch_name,
     manifest_name,
@@ -115,7 +115,7 @@ class Stranger:
     def __init__(self, s3: PlayedS3, random: Random) -> None:
         self._s3 = s3
         self._random = random
-        self._cache = cache_name(SECRET.encode(), FINGERPRINT, BOUNDARY_EVERY)
+        self._cache = cache_name(SECRET.encode(), FINGERPRINT, MANIFEST_EVERY)
         self._namespace = namespace_of(self._cache, 0)
 
     def act(self) -> str:

@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.offload.loads.lookup_sender import LOOKUP_AGAIN_S
 from hybridkv.planner import LoadAdmission, LookupResult, longest_hit
 from hybridkv.tiers import Key, Slot
-from hybridkv.tiers.object.client import LookupAnswered, News
+from hybridkv.tiers.object.client import ClientEvent, LookupAnswered
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Stored
@@ -35,7 +35,7 @@ class Client:
     """Object client that answers when the test says so."""
 
     def __init__(self) -> None:
-        self.events: deque[News] = deque()
+        self.events: deque[ClientEvent] = deque()
         self.namespace, self.takes_objects = "cache", True
         self.asked: list[tuple[int, Sequence[Key]]] = []
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.planner import NO_EXPERIENCE, AnswerReuse, Costs, Market
+from hybridkv.planner import NO_EXPERIENCE, AnswerReuse, Costs, StoreUsage
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 
 COSTS = Costs(2_048, 1, 64)
 numbers = st.floats(0.0, 1e9)
-markets = st.builds(
-    lambda aged, stored: Market(
+usages = st.builds(
+    lambda aged, stored: StoreUsage(
         1 << 30, 0, msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=aged, stored_bytes=stored)
     ),
     numbers,
@@ -22,11 +22,11 @@ markets = st.builds(
 calls = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=3)), max_size=40)
 
 
-def tight(tokens_a_state: float) -> Market:
-    """Market in which the bytes of one state of `COSTS` are worth so many tokens."""
+def tight(tokens_a_state: float) -> StoreUsage:
+    """Usage in which the bytes of one state of `COSTS` are worth so many tokens."""
     learned = msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=1.0, stored_bytes=1.0)
     aged = tokens_a_state / COSTS.state_bytes / learned.tokens_per_byte
-    return Market(1 << 30, 0, msgspec.structs.replace(learned, aged_tokens=aged))
+    return StoreUsage(1 << 30, 0, msgspec.structs.replace(learned, aged_tokens=aged))
 
 
 def replay(states: AnswerReuse, steps: list[tuple[bool, list[int]]]) -> AnswerReuse:
@@ -41,9 +41,9 @@ def replay(states: AnswerReuse, steps: list[tuple[bool, list[int]]]) -> AnswerRe
 
 def test_every_state_is_unproven_before_the_first_request_returns() -> None:
     states = AnswerReuse(10)
-    assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
+    assert states.is_unproven(1_000_000, StoreUsage(1 << 30), COSTS)
     states.note("a")
-    assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
+    assert states.is_unproven(1_000_000, StoreUsage(1 << 30), COSTS)
 
 
 def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percent() -> None:
@@ -56,9 +56,9 @@ def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percen
     assert often.resumed_share == pytest.approx(0.5, abs=0.05) and seldom.resumed_share == pytest.approx(
         0.01, abs=0.005
     )
-    market = tight(tokens_a_state=200.0)
-    assert not often.is_unproven(10_000, market, COSTS)
-    assert seldom.is_unproven(10_000, market, COSTS)
+    usage = tight(tokens_a_state=200.0)
+    assert not often.is_unproven(10_000, usage, COSTS)
+    assert seldom.is_unproven(10_000, usage, COSTS)
 
 
 def test_every_state_is_proven_once_returns_were_seen_and_bytes_are_free() -> None:
@@ -66,8 +66,10 @@ def test_every_state_is_proven_once_returns_were_seen_and_bytes_are_free() -> No
     states.note("a")
     states.record_resumed(["a"])
     stored_anew = msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=float(4 << 30))
-    assert not states.is_unproven(128, Market(1 << 30, 0, stored_anew), COSTS)
-    assert states.is_unproven(128, Market(1 << 30), COSTS), "a store that has evicted little can have lost few states"
+    assert not states.is_unproven(128, StoreUsage(1 << 30, 0, stored_anew), COSTS)
+    assert states.is_unproven(128, StoreUsage(1 << 30), COSTS), (
+        "a store that has evicted little can have lost few states"
+    )
 
 
 def test_each_state_counts_once_and_a_forgotten_state_does_not() -> None:
@@ -119,14 +121,14 @@ def test_the_counts_agree_with_a_list_of_all_events(max_states: int, steps: list
     assert states.resumed_share == pytest.approx(sum(met) / sum(outgrown))
 
 
-@given(calls, st.integers(0, 1 << 20), st.integers(0, 1 << 20), markets, st.integers(0, 1 << 20))
+@given(calls, st.integers(0, 1 << 20), st.integers(0, 1 << 20), usages, st.integers(0, 1 << 20))
 def test_deeper_states_and_cheaper_bytes_are_never_worth_less(
-    steps: list[tuple[bool, list[int]]], num_tokens: int, more_tokens: int, market: Market, more_bytes: int
+    steps: list[tuple[bool, list[int]]], num_tokens: int, more_tokens: int, usage: StoreUsage, more_bytes: int
 ) -> None:
     states = replay(AnswerReuse(4), steps)
     dear = msgspec.structs.replace(COSTS, state_bytes=COSTS.state_bytes + more_bytes)
-    assert states.is_unproven(num_tokens, market, COSTS) >= states.is_unproven(num_tokens + more_tokens, market, COSTS)
-    assert states.is_unproven(num_tokens, market, dear) >= states.is_unproven(num_tokens, market, COSTS)
+    assert states.is_unproven(num_tokens, usage, COSTS) >= states.is_unproven(num_tokens + more_tokens, usage, COSTS)
+    assert states.is_unproven(num_tokens, usage, dear) >= states.is_unproven(num_tokens, usage, COSTS)
 
 
 def test_a_negative_bound_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.planner import NO_EXPERIENCE, Market, Placement, Prompt, SeenPrefixes, Stop, StopReason
+from hybridkv.planner import NO_EXPERIENCE, Placement, Prompt, SeenPrefixes, Stop, StopReason, StoreUsage
 from hybridkv.planner.checkpoints.seen import Grain, offsets
 
 B = 128
@@ -17,8 +17,8 @@ def keys_of(text: str) -> list[str]:
     return [text[: end + 1] for end in range(len(text))]
 
 
-def market(bytes_ever: float = 0.0, capacity_bytes: int = 1_000) -> Market:
-    return Market(capacity_bytes, 0, msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=bytes_ever))
+def usage(bytes_ever: float = 0.0, capacity_bytes: int = 1_000) -> StoreUsage:
+    return StoreUsage(capacity_bytes, 0, msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=bytes_ever))
 
 
 def prompt_of(text: str, resumed: int = 0, held: int = 0) -> Prompt:
@@ -30,9 +30,9 @@ def visit(
     seen: SeenPrefixes, text: str, resumed: int = 0, held: int = 0, guess: int = 0, at: float = 0.0, again: bool = False
 ) -> Prompt:
     asked = msgspec.structs.replace(prompt_of(text, resumed, held), starts_over=again)
-    prompt = seen.add_facts(B, keys_of(text), asked, market(at))
+    prompt = seen.add_facts(B, keys_of(text), asked, usage(at))
     stops = (Stop(guess * B, StopReason.SPACED),) if guess else ()
-    seen.note(B, keys_of(text), prompt, Placement(stops, boundary_tokens=B), market(at))
+    seen.note(B, keys_of(text), prompt, Placement(stops, boundary_tokens=B), usage(at))
     return prompt
 
 
@@ -76,7 +76,7 @@ def test_a_restarted_request_does_not_diverge_from_itself() -> None:
         seen = SeenPrefixes(100)
         visit(seen, "abcdefgh", guess=3)
         assert visit(seen, "abcdefgh", resumed, held, again=True).diverged_tokens == 0
-        assert seen.add_facts(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), market()).branches == ()
+        assert seen.add_facts(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), usage()).branches == ()
         assert visit(seen, "abcxyz", resumed=3, held=3).diverged_tokens == 5 * B, (
             "its guess has served no other request yet"
         )
@@ -179,14 +179,14 @@ def test_a_long_prompt_finds_no_false_branch_and_all_branches_near_its_end(
     coarse, fine = SeenPrefixes(10_000, COARSE), SeenPrefixes(10_000, FINE)
     for clock, ((cut, more), start, held) in enumerate(visits):
         text = path[:cut] + more
-        asked, at = prompt_of(text, min(start, len(text)), min(held, len(text))), market(300.0 * clock)
+        asked, at = prompt_of(text, min(start, len(text)), min(held, len(text))), usage(300.0 * clock)
         prompt = fine.add_facts(
             B, keys_of(text), asked, at
         )  # both know as precisely as they look whether a path goes on
         for seen in (coarse, fine):
             seen.note(B, keys_of(text), prompt, Placement(boundary_tokens=B), at)
     last = path[: fork[0]] + fork[1]
-    asked, now = prompt_of(last, min(resumed, len(last))), market(300.0 * len(visits))
+    asked, now = prompt_of(last, min(resumed, len(last))), usage(300.0 * len(visits))
     got, wanted = (seen.add_facts(B, keys_of(last), asked, now) for seen in (coarse, fine))
     assert len(wanted.branches) < 16
     assert {*got.branches} <= {*wanted.branches}
@@ -215,8 +215,8 @@ def test_a_long_prompt_takes_only_the_looked_up_places_of_the_table() -> None:
     seen = SeenPrefixes(1 << 16)
     keys = range(1 << 16)
     for _ in range(2):
-        prompt = seen.add_facts(B, keys, Prompt((1 << 16) * B + 1), market())
-        seen.note(B, keys, prompt, Placement(boundary_tokens=B), market())
+        prompt = seen.add_facts(B, keys, Prompt((1 << 16) * B + 1), usage())
+        seen.note(B, keys, prompt, Placement(boundary_tokens=B), usage())
     assert len(seen) <= Grain().max_places and seen.num_forgotten == 0
 
 

@@ -6,7 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key
-from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, News, PackPlace, StoreCounts, Stored
+from hybridkv.tiers.object import (
+    ClientEvent,
+    EpochChanged,
+    LookupAnswered,
+    LookupFailed,
+    PackPlace,
+    StoreCounts,
+    Stored,
+)
 
 
 class FakeObjectClient:
@@ -21,7 +29,7 @@ class FakeObjectClient:
         self._clock = clock
         self.held = held
         self.namespace: str | None = "n"
-        self.events: deque[News] = deque()
+        self.events: deque[ClientEvent] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
         self.requested: list[Key] = []
         """Keys of all lookups that requests wait for."""

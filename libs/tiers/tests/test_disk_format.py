@@ -81,7 +81,7 @@ BATCHES: list[list[changes.Change]] = [
 def encode_changes(batches: list[list[changes.Change]]) -> bytes:
     data = CHANGES_HEAD
     for batch in batches:
-        data += changes.encode_batch(batch, changes.seal_of(data))
+        data += changes.encode_batch(batch, changes.checksum_of(data))
     return data
 
 
@@ -121,7 +121,7 @@ def test_decoders_read_the_golden_files() -> None:
 def decoded(batches: list[list[changes.Change]]) -> changes.Decoded:
     data = encode_changes(batches)
     flat = [change for batch in batches for change in batch]
-    return changes.Decoded(flat, len(data), changes.seal_of(data), is_whole=True)
+    return changes.Decoded(flat, len(data), changes.checksum_of(data), is_whole=True)
 
 
 def test_a_segment_on_disk_is_laid_out_as_described(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_batch_counts_only_after_the_batch_it_was_written_after(
     first: list[changes.Change], second: list[changes.Change]
 ) -> None:
     alone = encode_changes([first])
-    spliced = alone + changes.encode_batch(second, changes.seal_of(CHANGES_HEAD))
+    spliced = alone + changes.encode_batch(second, changes.checksum_of(CHANGES_HEAD))
     found = changes.decode(spliced, NAMESPACE, BASE)
     assert found is not None and (found.changes, found.end_offset) == (first, len(alone))
     assert changes.decode(alone, NAMESPACE, bytes(16)) is None

@@ -149,10 +149,10 @@ class HostileChanges(NamedTuple):
     def encode(self, base: bytes) -> bytes:
         data = changes.encode_head(DIGEST, base)
         for batch in self.batches:
-            data += changes.encode_batch(batch, changes.seal_of(data))
+            data += changes.encode_batch(batch, changes.checksum_of(data))
         if self.lie is not None:
             fields = struct.pack("<II", *self.lie)
-            data += fields + checksum(changes.seal_of(data) + fields)
+            data += fields + checksum(changes.checksum_of(data) + fields)
         return data
 
 

@@ -189,7 +189,7 @@ def test_metadata_with_the_last_number_does_not_stop_a_store(path: Path, name: s
         base = snapshot.checksum_of((namespace_of(path) / "snapshot").read_bytes())
         found = changes.decode(data, DIGEST, base)
         assert found is not None and found.is_whole
-        file.write_bytes(data + changes.encode_batch([changes.Reserved(end, 100)], found.seal))
+        file.write_bytes(data + changes.encode_batch([changes.Reserved(end, 100)], found.last_checksum))
     file.chmod(0o600)
     assert use(path, b"second") < 10
     assert use(path, b"third", b"second") < 10
@@ -212,7 +212,7 @@ def test_metadata_beyond_the_last_number_is_damaged(path: Path, name: str, caplo
         base = snapshot.checksum_of((namespace_of(path) / "snapshot").read_bytes())
         found = changes.decode(data, DIGEST, base)
         assert found is not None and found.is_whole
-        file.write_bytes(data + changes.encode_batch([changes.Reserved(address, 100)], found.seal))
+        file.write_bytes(data + changes.encode_batch([changes.Reserved(address, 100)], found.last_checksum))
         expected = "the last changes are not whole"
     file.chmod(0o600)
     with caplog.at_level("INFO", "hybridkv.tiers.disk"):

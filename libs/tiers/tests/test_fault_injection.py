@@ -66,11 +66,11 @@ def test_a_rule_for_a_key_counts_only_that_key() -> None:
 
 def test_the_first_matching_rule_applies() -> None:
     medium = make_medium(
-        Rule(Operation.STORE, Fail(FailureReason.IO), nth=1), Rule(Operation.STORE, Fail(FailureReason.INJECTED))
+        Rule(Operation.STORE, Fail(FailureReason.IO), nth=1), Rule(Operation.STORE, Fail(FailureReason.CHECKSUM))
     )
     store(medium, 1)
     store(medium, 2)
-    assert reasons(medium) == [FailureReason.IO, FailureReason.INJECTED]
+    assert reasons(medium) == [FailureReason.IO, FailureReason.CHECKSUM]
 
 
 @pytest.mark.parametrize("byte_index", [0, 4096, NUM_BYTES - 1, NUM_BYTES + 3])

@@ -93,7 +93,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
     @rule(key=keys, cost=st.integers(min_value=1, max_value=LARGEST_BYTES + 1))
     def reserve(self, key: bytes, cost: int) -> None:
         before = self.ledger.used_bytes, self.ledger.generation
-        refusal = self.ledger.why_not(key, cost)
+        refusal = self.ledger.reserve_refusal(key, cost)
         assert (self.ledger.used_bytes, self.ledger.generation) == before
         assert refusal is not Refusal.TOO_LARGE or cost > LARGEST_BYTES
         if refusal is None:
@@ -163,7 +163,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         ledger = self.ledger
         assert ledger.used_bytes == sum(self.recorder.taken.values()) <= CAPACITY_BYTES
         free = [entry for entry in ledger.by_key.values() if entry.state is KeyState.COMMITTED and not entry.num_pins]
-        assert ledger.evictable_bytes == sum(entry.cost for entry in free)
+        assert ledger.unpinned_bytes == sum(entry.cost for entry in free)
         assert {ledger.by_key[key].number for key in ledger.evictable} == {entry.number for entry in free}
         assert len(ledger.by_key) <= MAX_KEYS
 
@@ -186,7 +186,7 @@ def make_ledger(max_keys: int | None = None) -> KeyLedger[NumberedEntry]:
 
 
 def store(ledger: KeyLedger[NumberedEntry], key: bytes) -> Refusal | None:
-    refusal = ledger.why_not(key, 1)
+    refusal = ledger.reserve_refusal(key, 1)
     if refusal is None:
         ledger.make_room(1)
         ledger.take(key, 1, 1)

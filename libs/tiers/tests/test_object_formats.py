@@ -24,7 +24,7 @@ from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import (
     cache_name,
     epoch_name,
-    is_boundary,
+    is_manifest_point,
     manifest_name,
     namespace_of,
     pack_name,
@@ -270,8 +270,8 @@ def test_a_key_is_a_tag_and_a_prefix_hash() -> None:
     assert (tag_of(b"short"), prefix_of(b"short")) == (b"", b"short")
 
 
-def test_one_in_eight_prefixes_is_a_boundary() -> None:
+def test_one_in_eight_prefixes_is_a_manifest_point() -> None:
     import hashlib
 
-    chosen = sum(is_boundary(hashlib.sha256(bytes([a, b])).digest(), 8) for a in range(64) for b in range(64))
+    chosen = sum(is_manifest_point(hashlib.sha256(bytes([a, b])).digest(), 8) for a in range(64) for b in range(64))
     assert 400 < chosen < 630

@@ -25,7 +25,7 @@ from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, Manif
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.manifests.epochs import next_epoch
 from hybridkv.tiers.object.manifests.reader import Quarantine
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, cache_name, epoch_name, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.object.names import MANIFEST_EVERY, cache_name, epoch_name, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.stack import BreakerOptions, SecondaryTierOptions
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
 
@@ -236,7 +236,7 @@ def test_a_reader_deletes_no_object(s3: PlayedS3, engines: list[Engine]) -> None
 
 
 def manifest_names(keys: list[bytes], secret: bytes = b"s") -> list[str]:
-    cache = cache_name(secret, FINGERPRINT, BOUNDARY_EVERY)
+    cache = cache_name(secret, FINGERPRINT, MANIFEST_EVERY)
     return [manifest_name(namespace_of(cache, 0), prefix_of(key)) for key in keys]
 
 
@@ -393,7 +393,7 @@ def test_a_quarantine_is_bounded_and_ends(later_s: float) -> None:
 
 
 def mark_name(secret: bytes = b"s") -> str:
-    return epoch_name(cache_name(secret, FINGERPRINT, BOUNDARY_EVERY))
+    return epoch_name(cache_name(secret, FINGERPRINT, MANIFEST_EVERY))
 
 
 @pytest.mark.parametrize("secret", [b"", b"s"])

@@ -83,7 +83,7 @@ def wait_for_renewals(engine: Engine) -> None:
 def test_found_objects_in_the_second_half_of_their_life_are_renewed(tmp_path: Path, engines: list[Engine]) -> None:
     keys, chunks = stored(tmp_path)
     old = make_old(objects(tmp_path), OLD_S)
-    assert len(manifests(tmp_path)) > 1, "manifests at boundaries and at the end"
+    assert len(manifests(tmp_path)) > 1, "manifests at manifest points and at the end"
     engine = start(tmp_path, engines)
     assert engine.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")

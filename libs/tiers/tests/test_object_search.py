@@ -19,7 +19,7 @@ from hybridkv.tiers.object.manifests.search import (
     ManifestSearcher,
     find_last,
 )
-from hybridkv.tiers.object.names import is_boundary, manifest_name, prefix_of
+from hybridkv.tiers.object.names import is_manifest_point, manifest_name, prefix_of
 
 EVERY = 4
 FULL, WINDOW = b"f" * 16, b"w" * 16
@@ -45,10 +45,10 @@ class Reader:
 
 @given(st.lists(st.integers(0, 1 << 16), unique=True, max_size=200), st.data())
 def test_the_last_manifest_of_any_engine_is_found(numbers: list[int], data: st.DataObject) -> None:
-    """Engines share a beginning; each has a manifest at its end and at every boundary before it."""
+    """Engines share a beginning; each has a manifest at its end and at every manifest point before it."""
     path = [prefix(number) for number in numbers]
     ends = data.draw(st.lists(st.integers(0, len(path)), max_size=4))
-    there = {each for end in ends for each in path[:end] if is_boundary(each, EVERY)} | {
+    there = {each for end in ends for each in path[:end] if is_manifest_point(each, EVERY)} | {
         path[end - 1] for end in ends if end
     }
     found = Reader(there).find(path, data.draw(st.integers(1, 20)))
@@ -57,7 +57,7 @@ def test_the_last_manifest_of_any_engine_is_found(numbers: list[int], data: st.D
 
 def test_a_long_path_takes_few_rounds_of_few_reads() -> None:
     path = [prefix(number) for number in range(4096)]
-    reader = Reader({each for each in path[:3001] if is_boundary(each, EVERY)} | {path[3000]})
+    reader = Reader({each for each in path[:3001] if is_manifest_point(each, EVERY)} | {path[3000]})
     assert reader.find(path, 16, 32) == path[3000]
     assert len(reader.rounds) <= 4
     assert sum(reader.rounds) <= 3 * 16 + 32
@@ -94,12 +94,12 @@ def test_a_manifest_lists_all_groups_from_the_beginning() -> None:
     assert path[3].parts[0] == ManifestPart(FULL, "p", 300, 64)
 
 
-def test_manifests_are_written_at_ends_and_boundaries() -> None:
+def test_manifests_are_written_at_ends_and_manifest_points() -> None:
     paths = Paths(100)
     added = paths.add(path_of_two_groups(0, 7, "p"))
-    ends = paths.ends(added, 1 << 30)
+    ends = paths.manifest_prefixes(added, 1 << 30)
     assert ends[-1] == prefix(6)
-    assert set(paths.ends(added, 1)) == set(added)
+    assert set(paths.manifest_prefixes(added, 1)) == set(added)
 
 
 def test_two_ends_with_one_beginning_get_one_manifest_each() -> None:
@@ -107,7 +107,10 @@ def test_two_ends_with_one_beginning_get_one_manifest_each() -> None:
     chunks = path_of_two_groups(0, 3, "p")
     chunks.append(stored(FULL, 50, "q", [FULL + prefix(2)]))
     chunks.append(stored(FULL, 60, "q", [FULL + prefix(2)]))
-    assert [end for end in paths.ends(paths.add(chunks), 1 << 62) if end != prefix(0)] == [prefix(50), prefix(60)]
+    assert [end for end in paths.manifest_prefixes(paths.add(chunks), 1 << 62) if end != prefix(0)] == [
+        prefix(50),
+        prefix(60),
+    ]
 
 
 def test_a_path_with_an_unknown_beginning_gets_no_manifest() -> None:
@@ -193,12 +196,12 @@ def test_a_bad_part_is_not_learned_again() -> None:
     assert path is not None and path[2].parts[-1].pack == "mine"
 
 
-def test_boundaries_and_the_last_end_follow_a_bad_part() -> None:
+def test_manifest_points_and_the_last_end_follow_a_bad_part() -> None:
     paths = Paths(1000)
     paths.learn(learned(20))
-    expected = [prefix(19), *(prefix(at) for at in range(18, 4, -1) if is_boundary(prefix(at), 4))]
-    assert paths.behind(prefix(5), prefix(19), 4) == expected
-    assert paths.behind(prefix(5), prefix(99), 4) == [prefix(99)]
+    expected = [prefix(19), *(prefix(at) for at in range(18, 4, -1) if is_manifest_point(prefix(at), 4))]
+    assert paths.manifest_prefixes_between(prefix(5), prefix(19), 4) == expected
+    assert paths.manifest_prefixes_between(prefix(5), prefix(99), 4) == [prefix(99)]
 
 
 def test_parts_count_towards_the_limit_like_prefixes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from object_engines import FULL, WINDOW, Engine, chunks_of, last_is_named, path_
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import BatchedMedium, FailureReason, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
 from hybridkv.tiers.object import ObjectMedium, open_index  # noqa: E402
+from hybridkv.tiers.object import medium as object_medium  # noqa: E402
 from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart, encode_manifest  # noqa: E402
 from hybridkv.tiers.object.format.seals import Seals  # noqa: E402
@@ -215,6 +216,74 @@ def test_a_short_pack_is_missing(tmp_path: Path) -> None:
         [completion] = medium.poll()
         assert completion.failure is not None
         assert completion.failure.reason is FailureReason.MISSING, (length, completion.failure)
+    medium.close()
+    index.close()
+
+
+def test_a_bug_in_a_store_ends_its_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, medium = index_at(tmp_path), medium_at(tmp_path)
+    slot = index.reserve(FULL + b"1" * 32, CHUNK_BYTES)
+    assert isinstance(slot, Slot)
+    monkeypatch.setattr(object_medium, "rank_name", lambda pack, rank: 1 // 0)
+    medium.store(Ticket(1), FULL + b"1" * 32, slot, [bytes(CHUNK_BYTES)])
+    assert medium.drain(TIMEOUT_S)
+    [completion] = medium.poll()
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+    medium.close()
+    index.close()
+
+
+class Panic(BaseException):
+    """Not an `Exception`, like a panic of obstore."""
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_a_bug_in_a_load_ends_each_operation_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_good: int
+) -> None:
+    num_bytes, keys = object_medium.BATCH_BYTES, path_of(3)
+    index, medium = index_at(tmp_path), medium_at(tmp_path)
+    slots = index.reserve_all([(key, num_bytes) for key in keys])
+    for number, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        assert isinstance(slot, Slot)
+        medium.store(Ticket(number), key, slot, [bytes(num_bytes)])
+    assert medium.drain(TIMEOUT_S) and all(completion.failure is None for completion in medium.poll())
+    digests, calls = object_medium.view_digests, iter(range(10))
+
+    def fail_later(chunks: Sequence[list[memoryview]]) -> list[bytes]:
+        if next(calls) >= num_good:
+            raise Panic
+        return digests(chunks)
+
+    monkeypatch.setattr(object_medium, "view_digests", fail_later)
+    for number, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        assert isinstance(slot, Slot)
+        medium.load(Ticket(number), key, slot, [bytearray(num_bytes)])
+    assert medium.drain(TIMEOUT_S)
+    completions = sorted(medium.poll(), key=lambda each: each.ticket)
+    assert [completion.ticket for completion in completions] == [0, 1, 2]
+    failed = [completion.failure is not None for completion in completions]
+    assert failed == [number >= num_good for number in range(3)]
+    medium.close()
+    index.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_an_operation_without_a_thread_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    index, medium = index_at(tmp_path), medium_at(tmp_path)
+    slot = index.reserve(FULL + b"1" * 32, CHUNK_BYTES)
+    assert isinstance(slot, Slot)
+
+    def refuse(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(medium._pool, "submit", refuse)
+    medium.store(Ticket(1), FULL + b"1" * 32, slot, [bytes(CHUNK_BYTES)])
+    medium.load(Ticket(2), FULL + b"1" * 32, slot, [bytearray(CHUNK_BYTES)])
+    assert medium.drain(0.0)
+    assert sorted(completion.ticket for completion in medium.poll() if completion.failure) == [1, 2]
     medium.close()
     index.close()
 

@@ -261,8 +261,8 @@ def test_a_failed_connection_costs_no_scan_of_chunks_and_a_loss_decodes_no_slot(
     bench.look_up(A, B)
     bench.peers.answer()
     assert bench.index.pin(A) is not None and bench.lookups(A, B) == [HIT, HIT]
-    scanned = {"found": CountedDict(bench.index._found.by_key), "known": CountedDict(bench.index._known.by_key)}
-    bench.index._found.by_key, bench.index._known.by_key = scanned["found"], scanned["known"]
+    scanned = {"found": CountedDict(bench.index._found.by_key), "known": CountedDict(bench.index._ledger.by_key)}
+    bench.index._found.by_key, bench.index._ledger.by_key = scanned["found"], scanned["known"]
     monkeypatch.setattr(places, "peer_of", lambda slot: pytest.fail("a slot was decoded"))
     other = ("10.0.0.8", 7300)
     bench.peers.hinted[other] = {}

@@ -158,7 +158,7 @@ class TestPeerIndexOverLoopback(ReadOnlyConformance):
     def answer_all(self) -> None:
         self.gates[-1].set()
         # A closed index gets no answer.
-        until(lambda: self.num_answered == self.num_sent or self.made[-1].index._known.is_closed)
+        until(lambda: self.num_answered == self.num_sent or self.made[-1].index._ledger.is_closed)
         self.gates[-1].clear()
 
 
@@ -364,6 +364,35 @@ def test_a_bug_during_one_load_costs_only_that_load(
         patched.setattr(owner, call, fail)
         assert load(asker, A) is FailureReason.IO or call == "wait"
     assert found(asker, B) == [HIT] and load(asker, B) == chunk_bytes(1, CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("call", ["reach", "ready", "progress"])
+def test_a_lasting_bug_ends_every_load(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    holder = engine()
+    asker = engine([holder.port], options=patient(reach_timeout_s=0.05, load_timeout_s=0.05))
+    holder.put(A, chunk_bytes(0, CHUNK_BYTES))
+    slot = holder.ram.find(A)
+    assert slot is not None
+    until(asker.client.ready)
+    near = asker.medium._reader
+    owner = near._transport if call == "progress" else near.node
+
+    def fail(*arguments: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(owner, call, fail)
+    for number in range(3):
+        asker.medium.load(Ticket(number), A, to_tier_slot(0, slot), [bytearray(CHUNK_BYTES)])
+    assert asker.medium.drain(peer_engines.TIMEOUT_S)
+    assert sorted(completion.ticket for completion in asker.medium.poll()) == [0, 1, 2]
+
+
+def test_a_load_from_a_slot_without_a_peer_fails(engine: MakeEngine) -> None:
+    asker = engine()
+    asker.medium.load(FIRST, A, Slot(((0x7FFF << 48, 8),)), [bytearray(8)])
+    assert asker.medium.drain(0.0)
+    [completion] = asker.medium.poll()
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
 
 
 def test_close_ends_every_load(engine: MakeEngine) -> None:

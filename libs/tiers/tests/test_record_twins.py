@@ -58,7 +58,7 @@ class TableBench:
 
     def reserve(self, key: bytes, num_bytes: int, extends: Extends = ()) -> object:
         cost = cost_of(num_bytes)
-        refusal = self.table.why_not(key, cost, extends)
+        refusal = self.table.reserve_refusal(key, cost, extends)
         if refusal is not None:
             return self.table.count_refusal(refusal)
         self.table.make_room(cost, extends=extends)
@@ -101,7 +101,7 @@ class TableBench:
         table, segments = self.table, self.segments
         known = [table.find(key) for key in KEYS]
         counted = {
-            number: (each.stage, each.live_bytes, each.num_used, each.num_written, each.end_offset)
+            number: (each.stage, each.live_bytes, each.num_holding, each.num_being_written, each.end_offset)
             for number, each in segments.by_number.items()
         }
         cheapest = segments.candidates.cheapest()
@@ -209,7 +209,7 @@ def test_random_calls_leave_equal_results_and_states(seed: int) -> None:
     closed = [bench.table for bench in benches]
     for table in closed:
         table.close()
-    assert [table.why_not(b"new", PAGE_BYTES) for table in closed] == [Refusal.CLOSED] * 2
+    assert [table.reserve_refusal(b"new", PAGE_BYTES) for table in closed] == [Refusal.CLOSED] * 2
 
 
 @pytest.mark.parametrize("make", [PlainRecordTable, RecordTable])

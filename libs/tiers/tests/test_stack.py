@@ -220,7 +220,7 @@ def test_a_ready_lease_fails_when_one_of_its_chunks_is_withdrawn() -> None:
     setup.end(setup.moves(Direction.PROMOTE))
     lease = setup.stack.lease("request")
     assert lease is not None and lease.is_ready
-    setup.stack.withdraw(B)
+    setup.stack.invalidate_primary(B)
     assert setup.stack.pin_all([A, B]) is None
     lease = setup.stack.lease("request")
     assert lease is not None and lease.failure is LeaseFailure.LOST

@@ -167,7 +167,7 @@ def test_a_tier_for_reused_chunks_gets_nothing_at_the_first_use() -> None:
     assert setup.stack.commit(A)
     setup.stack.cascade(A, is_reuse=False)
     assert tiers_of(setup.moves()) == [(A, "disk")]
-    assert setup.stack.missing_in_secondary(A) and setup.stack.in_all_secondaries([A]), (
+    assert setup.stack.missing_in_cascading(A) and setup.stack.in_all_eager_secondaries([A]), (
         "nothing else is to be copied at the end of a path"
     )
     setup.stack.cascade(A)
@@ -398,7 +398,7 @@ def test_an_async_tier_is_asked_only_for_missing_keys_and_still_gets_stores() ->
     stack.start_lookup([A, B])
     assert world.num_lookups == 1 and stack.lookup_wait_s == 1.0
     assert stack.lookup(A) is LookupResult.HIT and stack.lookup(B) is LookupResult.PENDING
-    assert stack.missing_in_secondary(B) and not stack.in_all_secondaries([B])
+    assert stack.missing_in_cascading(B) and not stack.in_all_eager_secondaries([B])
     assert isinstance(stack.reserve(B, CHUNK), Slot) and stack.commit(B)
     assert tiers_of(stack.take_moves()) == [(B, "disk"), (B, "peer")], "a key that was looked up is still stored"
 

@@ -25,7 +25,7 @@ class Operation(enum.StrEnum):
 class Fail(msgspec.Struct, frozen=True, tag=True):
     """STORE, LOAD: complete with this reason; the inner medium is not called."""
 
-    reason: FailureReason = FailureReason.INJECTED
+    reason: FailureReason = FailureReason.IO
 
 
 class Corrupt(msgspec.Struct, frozen=True, tag=True):

@@ -126,7 +126,7 @@ class ReferenceIndex(SyncLookups):
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         victims = self._victims(self._first_held(extends))
-        refusal = self._why_not(key, self.cost(num_bytes), victims)
+        refusal = self._refusal(key, self.cost(num_bytes), victims)
         if refusal is not None:
             return self._tally.refuse(refusal)
         while self.used_bytes + self.cost(num_bytes) > self._capacity_bytes:
@@ -142,7 +142,7 @@ class ReferenceIndex(SyncLookups):
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         return [self.reserve(*chunk) for chunk in chunks]
 
-    def _why_not(self, key: Key, cost: int, victims: list[Key]) -> Refusal | None:
+    def _refusal(self, key: Key, cost: int, victims: list[Key]) -> Refusal | None:
         if self._is_closed:
             return Refusal.CLOSED
         if key in self._entries:

@@ -182,7 +182,7 @@ def _disk(path: Path, capacity: int) -> Iterator[CheckResult]:
 
 def _object(tier: Any) -> CheckResult:
     from hybridkv.tiers.object.options import ObjectOptions
-    from hybridkv.tiers.object.store import describe, open_object_store, prove
+    from hybridkv.tiers.object.store import check_store, describe, open_object_store
 
     name = f"object store {tier.url}"
     given = {"endpoint": tier.endpoint, "region": tier.region}
@@ -191,7 +191,9 @@ def _object(tier: Any) -> CheckResult:
         if tier.credentials_file is not None:
             settings |= msgspec.json.decode(Path(tier.credentials_file).read_bytes(), type=dict[str, str])
         started_s = time.monotonic()
-        refusal = prove(open_object_store(tier.url, settings, ObjectOptions(), tier.secret_file is not None), "doctor")
+        refusal = check_store(
+            open_object_store(tier.url, settings, ObjectOptions(), tier.secret_file is not None), "doctor"
+        )
         took_s = time.monotonic() - started_s
     except Exception as error:  # of obstore and of the libraries below it
         return CheckResult("fail", name, describe(error), "see docs/guides/fleet.md")

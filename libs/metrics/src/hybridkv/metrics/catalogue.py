@@ -9,7 +9,7 @@ from hybridkv.metrics.peer_catalogue import PEER_METRICS
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _BYTES = tuple(float(1 << power) for power in (12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32))
 _GROUP_KINDS = ("full", "window", "chunked", "recurrent")
-_FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed", "injected")
+_FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed")
 DISK_ERRORS = ("enospc", "edquot", "eio", "eacces", "eperm", "erofs", "enoent", "estale", "other")
 """Values of the label `reason`: names of errno in lower case, and `other`."""
 _DIRECTION = Label("direction", ("promote", "cascade"))

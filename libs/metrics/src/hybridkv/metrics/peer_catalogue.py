@@ -56,7 +56,7 @@ PEER_METRICS = (
         "vllm:hybridkv_peer_read_failures_total",
         Kind.COUNTER,
         "reads",
-        "Reads from peers that failed on a rank, by reason. `kv_load_failure_policy` decides what follows, but for `cancelled`.",
+        "Reads from peers that failed on a rank, by reason. All but `cancelled` fail the load.",
         (Label("reason", PEER_FAILURES),),
         panel=Panel(Section.PEERS, "Failed reads", view=View.INCREASE),
     ),

@@ -86,8 +86,6 @@ class FailureReason(enum.StrEnum):
     """The medium is closed."""
     BUSY = "busy"
     """The operation was not tried: the queue is full, or the process is short of files, memory or threads."""
-    INJECTED = "injected"
-    """Injected by a test."""
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -12,9 +12,9 @@ from hybridkv.planner import (
     Costs,
     Experience,
     Limits,
-    Market,
     Prompt,
     SeenPrefixes,
+    StoreUsage,
     learn_request,
     learn_stored,
     plan_stops,
@@ -68,28 +68,28 @@ class PlannerStops(PromptEnds):
         self._has_answers = has_answers
         self._answer_reuse = AnswerReuse(MAX_REMEMBERED)
 
-    def _market(self) -> Market:
-        return Market(self._capacity, min(self._capacity, self._stored), self._experience)
+    def _store_usage(self) -> StoreUsage:
+        return StoreUsage(self._capacity, min(self._capacity, self._stored), self._experience)
 
     def stops(self, facts: RequestFacts) -> Sequence[int]:
         chunk, keys = self._chunk, facts.request.chunks
         self._experience = learn_stored(self._experience, facts.stored_tokens - self._stored)
         self._stored = facts.stored_tokens
-        market = self._market()
+        usage = self._store_usage()
         prompt = Prompt(facts.request.num_tokens, facts.resumed * chunk, facts.held * chunk)
-        prompt = self._seen.add_facts(chunk, keys, prompt, market)
-        placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
+        prompt = self._seen.add_facts(chunk, keys, prompt, usage)
+        placement = plan_stops(chunk, prompt, usage, self._costs, self._limits)
         self._experience = learn_request(self._experience, prompt, placement)
-        self._seen.note(chunk, keys, prompt, placement, market)
+        self._seen.note(chunk, keys, prompt, placement, usage)
         self._answer_reuse.record_resumed(keys[place - 1] for place in range(max(1, facts.resumed), facts.end + 1))
         return [stop.num_tokens // chunk for stop in placement.stops]
 
     def _is_unproven(self, facts: RequestFacts) -> bool:
         gained = (len(facts.request.answered) - facts.end) * self._chunk
-        return self._answer_reuse.is_unproven(gained, self._market(), self._costs)
+        return self._answer_reuse.is_unproven(gained, self._store_usage(), self._costs)
 
     def keeps_answer(self, facts: RequestFacts) -> bool:
         if not self._has_answers:
             return False
         self._answer_reuse.note(facts.request.answered[-1])
-        return self._market().has_room(self._costs) or not self._is_unproven(facts)
+        return self._store_usage().has_room(self._costs) or not self._is_unproven(facts)

@@ -14,11 +14,11 @@ from hybridkv.planner.checkpoints.values import (
     Costs,
     LeftOut,
     Limits,
-    Market,
     Placement,
     Prompt,
     Stop,
     StopReason,
+    StoreUsage,
 )
 
 __all__ = [
@@ -28,12 +28,12 @@ __all__ = [
     "Experience",
     "LeftOut",
     "Limits",
-    "Market",
     "Placement",
     "Prompt",
     "SeenPrefixes",
     "Stop",
     "StopReason",
+    "StoreUsage",
     "learn_request",
     "learn_stored",
     "next_stop",

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 from typing import Final
 
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
-from hybridkv.planner.checkpoints.values import Costs, Market
+from hybridkv.planner.checkpoints.values import Costs, StoreUsage
 
 YOUNG_CAPACITIES: Final = 4
 """A store is young until this multiple of its capacity was stored. Before that, evicted content is rarely missed."""
@@ -68,16 +68,16 @@ class AnswerReuse:
                 del self._waiting[key]
                 self._num_resumed += 1
 
-    def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
+    def is_unproven(self, num_tokens: int, usage: StoreUsage, costs: Costs) -> bool:
         """True if a state that saves `num_tokens` for each later request saves no more than its bytes cost.
 
         Such a state may take free space only. In a young store bytes cost more. Until a first state is used again,
         every state is unproven.
         """
-        experience = market.experience
+        experience = usage.experience
         if self.resumed_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:
             return True
-        if experience.bytes_ever >= YOUNG_CAPACITIES * market.capacity_bytes:
+        if experience.bytes_ever >= YOUNG_CAPACITIES * usage.capacity_bytes:
             return False
         displaced = YOUNG_BYTE_FACTOR * costs.state_bytes * experience.resumed_tokens
         return self.resumed_share * num_tokens * experience.stored_bytes <= displaced

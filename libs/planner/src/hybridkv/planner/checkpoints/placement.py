@@ -17,11 +17,11 @@ from hybridkv.planner.checkpoints.values import (
     Costs,
     LeftOut,
     Limits,
-    Market,
     Placement,
     Prompt,
     Stop,
     StopReason,
+    StoreUsage,
 )
 
 EXTRA_RETURN: Final = 150
@@ -34,7 +34,7 @@ KNOWN_TOKENS: Final = 1 << 16
 that cost 64 tokens each. So the second of a few short prompts with a common prefix stores a state in a new store."""
 
 
-def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Costs, limits: Limits) -> Placement:
+def plan_stops(boundary_tokens: int, prompt: Prompt, usage: StoreUsage, costs: Costs, limits: Limits) -> Placement:
     """Returns the stops of a prompt, ascending: multiples of `boundary_tokens` after the resumed tokens and before the
     last boundary. The last boundary is a stop too if the engine does not stop there by default.
 
@@ -43,22 +43,22 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     """
     if boundary_tokens <= 0:
         raise ValueError(f"boundary_tokens must be positive, got {boundary_tokens}")
-    price = price_tokens(market, costs)
-    known = _known_stops(boundary_tokens, prompt, costs.state_bytes * market.experience.tokens_per_byte)
+    price = price_tokens(usage, costs)
+    known = _known_stops(boundary_tokens, prompt, costs.state_bytes * usage.experience.tokens_per_byte)
     worthy_known = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
-    guesses = _guesses(boundary_tokens, prompt, market, base)
-    is_prior = max(market.experience.divergences) <= PRIOR_DIVERGENCES
+    guesses = _guesses(boundary_tokens, prompt, usage, base)
+    is_prior = max(usage.experience.divergences) <= PRIOR_DIVERGENCES
     spaced = [Stop(tokens, StopReason.SPACED, is_prior) for tokens in spaced_stops(guesses, base, price)]
-    if not market.has_room(costs):
+    if not usage.has_room(costs):
         worthy_known = [stop for stop in worthy_known if not stop.is_unproven]
         spaced = [stop for stop in spaced if not stop.is_unproven]
     worthy = [*worthy_known, *spaced]
     most = max(0, limits.max_stops)
     ends = _end_stop(boundary_tokens, prompt, price)[:most]
     affordable = max(
-        _affordable(prompt, market, costs, limits, len(worthy)),
-        _affordable(prompt, market, costs, limits, len(worthy_known), KNOWN_TOKENS),
+        _affordable(prompt, usage, costs, limits, len(worthy)),
+        _affordable(prompt, usage, costs, limits, len(worthy_known), KNOWN_TOKENS),
     )
     made = worthy[: min(affordable, most - len(ends))]
     over_stops = max(0, len(worthy) - (most - len(ends)))
@@ -67,12 +67,12 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     return Placement(stops, left_out, boundary_tokens, float(len(made) * costs.step_tokens))
 
 
-def price_tokens(market: Market, costs: Costs) -> float:
+def price_tokens(usage: StoreUsage, costs: Costs) -> float:
     """Minimum savings of a stop, in tokens. Infinite if a state is larger than the store."""
-    if costs.state_bytes > market.capacity_bytes:
+    if costs.state_bytes > usage.capacity_bytes:
         return float("inf")
-    step_return = 1 + EXTRA_RETURN * market.experience.extra_share
-    return step_return * costs.step_tokens + costs.state_bytes * market.experience.tokens_per_byte
+    step_return = 1 + EXTRA_RETURN * usage.experience.extra_share
+    return step_return * costs.step_tokens + costs.state_bytes * usage.experience.tokens_per_byte
 
 
 def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) -> list[Stop]:
@@ -103,11 +103,11 @@ def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
     return [Stop(end, StopReason.END)]
 
 
-def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) -> list[tuple[int, float]]:
+def _guesses(boundary_tokens: int, prompt: Prompt, usage: StoreUsage, base: int) -> list[tuple[int, float]]:
     """Boundaries after `base`, ascending, each with the expected number of requests that diverge there."""
     end = prompt.end_boundary(boundary_tokens)
     guesses = [
-        (end - size * boundary_tokens, market.experience.divergence_rate(index, end // boundary_tokens))
+        (end - size * boundary_tokens, usage.experience.divergence_rate(index, end // boundary_tokens))
         for index, size in enumerate(DISTANCES)
         if end - size * boundary_tokens > base
     ]
@@ -145,12 +145,12 @@ def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) 
 
 
 def _affordable(
-    prompt: Prompt, market: Market, costs: Costs, limits: Limits, num_wanted: int, more_tokens: int = 0
+    prompt: Prompt, usage: StoreUsage, costs: Costs, limits: Limits, num_wanted: int, more_tokens: int = 0
 ) -> int:
     """Number of stops within the limit on extra prefill, as if `more_tokens` more tokens had been computed."""
     if costs.step_tokens <= 0:
         return num_wanted
-    experience = market.experience
+    experience = usage.experience
     computed = more_tokens + experience.computed_tokens + max(0, prompt.num_tokens - prompt.resumed_tokens)
     allowed = (limits.max_extra_share * computed - experience.extra_tokens) / costs.step_tokens
     return int(min(max(0.0, allowed), num_wanted))

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE, MISSED_SHARE, OLD_SHARE
-from hybridkv.planner.checkpoints.values import Market, Placement, Prompt, StopReason
+from hybridkv.planner.checkpoints.values import Placement, Prompt, StopReason, StoreUsage
 
 
 class Grain(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ class SeenPrefixes:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def add_facts(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
+    def add_facts(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, usage: StoreUsage) -> Prompt:
         """Returns the prompt with the facts of this table: branches, divergence, aged and missed tokens.
 
         Aged: last used before the last `OLD_SHARE` of the store's capacity was stored. Missed: not held, and used since
@@ -126,7 +126,7 @@ class SeenPrefixes:
         )
         places = self._grain.places(len(keys))
         branches = tuple(place * boundary_tokens for place in self._divergences(keys, places, resumed, end))
-        missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
+        missed_since = usage.experience.bytes_ever - MISSED_SHARE * usage.capacity_bytes
         within = places[bisect.bisect_left(places, -max(held, end), key=neg) :]
         missed = next((place for place in within if self._is_used(keys, place, missed_since)), 0)
         known = self._seen.get(keys[held - 1]) or self._seen.get(keys[self._grain.cell(held) - 1]) if held else None
@@ -134,7 +134,7 @@ class SeenPrefixes:
         prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
         last = self._seen.get(keys[held - 1]) if held and self._diverges(keys, resumed, held, prompt) else None
         diverged = last.end_tokens - held * boundary_tokens if last else 0
-        old_since = market.experience.bytes_ever - OLD_SHARE * market.capacity_bytes
+        old_since = usage.experience.bytes_ever - OLD_SHARE * usage.capacity_bytes
         below = places[bisect.bisect_left(places, -resumed, key=neg) :]
         recent = next((place for place in (resumed, *below) if self._is_recent(keys, place, old_since)), 0)
         return msgspec.structs.replace(
@@ -146,7 +146,7 @@ class SeenPrefixes:
         )
 
     def note(
-        self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, placement: Placement, market: Market
+        self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, placement: Placement, usage: StoreUsage
     ) -> None:
         """Records a request that was admitted with its stops, after `add_facts`. Call it once for each admission.
 
@@ -157,7 +157,7 @@ class SeenPrefixes:
             for tokens in (prompt.resumed_tokens, prompt.held_tokens(boundary_tokens))
         )
         diverges = self._diverges(keys, resumed, held, prompt)
-        end_tokens, now = prompt.end_boundary(boundary_tokens), market.experience.bytes_ever
+        end_tokens, now = prompt.end_boundary(boundary_tokens), usage.experience.bytes_ever
         cell = self._grain.cell(held)
         named = {resumed, held, cell, *(tokens // boundary_tokens for tokens in prompt.branches)}
         named |= {stop.num_tokens // boundary_tokens for stop in placement.stops}

@@ -79,7 +79,7 @@ class Costs(msgspec.Struct, frozen=True):
     """Cost of one more step of the engine, in tokens of prefill."""
 
 
-class Market(msgspec.Struct, frozen=True):
+class StoreUsage(msgspec.Struct, frozen=True):
     """Capacity and use of the store."""
 
     capacity_bytes: int

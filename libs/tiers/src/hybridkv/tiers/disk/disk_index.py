@@ -136,7 +136,7 @@ class DiskIndex(SyncLookups):
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
         self._maintenance.collect()
         cost, records = cost_of(num_bytes), self._records
-        refusal = records.why_not(key, cost, extends)
+        refusal = records.reserve_refusal(key, cost, extends)
         if refusal is None and not self._segments.has_room(cost, may_take_last=False):
             self._maintenance.run()
             if not self._segments.has_room(cost, may_take_last=False):

@@ -80,7 +80,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._num_calls = 0
         """Number of calls that used keys (`touch`, `commit_all`, `unpin_all`)."""
         self._extended_by: dict[Key, set[Key]] = {}
-        self.evictable_bytes = 0
+        self.unpinned_bytes = 0
         """Bytes of all committed and unpinned keys."""
         self.reserved_now: dict[Key, E] = {}
         """Keys that may be written now, deleted keys included."""
@@ -172,10 +172,11 @@ class KeyLedger(SyncLookups, Generic[E]):
         """Keys with a changed lookup result since the last call."""
         return self._changes.take() if self._changes is not None else Changes(set(), is_any=False)
 
-    # Reservations. The index calls `why_not`, `make_room` and `take`, and may refuse for other reasons in between.
+    # Reservations. The index calls `reserve_refusal`, `make_room` and `take`, and may refuse for other reasons in
+    # between.
 
-    def why_not(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
-        """Reason why the ledger cannot reserve a key. Changes nothing and counts nothing."""
+    def reserve_refusal(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
+        """Reason why the ledger cannot reserve a key now; None if it can. Changes nothing and counts nothing."""
         if self.is_closed:
             return Refusal.CLOSED
         if key in self.by_key:
@@ -230,7 +231,7 @@ class KeyLedger(SyncLookups, Generic[E]):
             self._unextend(kept, kept)
 
     def take(self, key: Key, num_bytes: int, cost: int, extends: Extends = ()) -> E:
-        """Reserve space for a key, after `why_not` returned None and `make_room`.
+        """Reserve space for a key, after `reserve_refusal` returned None and `make_room`.
 
         Args:
             key: key to reserve.
@@ -324,12 +325,12 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._last_use[key] = self._num_calls
         if key not in self._extended_by:
             self.evictable.track(key, entry)
-        self.evictable_bytes += entry.cost
+        self.unpinned_bytes += entry.cost
 
     def _untrack(self, key: Key, entry: E) -> None:
         if key not in self._extended_by:
             self.evictable.forget(key)
-        self.evictable_bytes -= entry.cost
+        self.unpinned_bytes -= entry.cost
 
     def commit(self, key: Key) -> bool:
         """Make a reserved key a HIT: its bytes are stored now. If the key was invalidated meanwhile, frees its space
@@ -453,7 +454,7 @@ class KeyLedger(SyncLookups, Generic[E]):
     def evict_next(self) -> E:
         """Evict the next key. `evictable` must not be empty."""
         key, entry = self.evictable.pick()
-        self.evictable_bytes -= entry.cost
+        self.unpinned_bytes -= entry.cost
         self._evicted(key, entry)
         return entry
 
@@ -484,7 +485,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self.pinned_now = {key: _deleted(entry) for key, entry in self.pinned_now.items()}
         self.by_key = self.reserved_now | self.pinned_now
         self._held, self._pending = set(), set()
-        self.evictable_bytes = 0
+        self.unpinned_bytes = 0
         self.used_bytes = sum(entry.cost for entry in self.by_key.values())
         self._space.keep_only(self.by_key.values())
         self.generation += num_withdrawn

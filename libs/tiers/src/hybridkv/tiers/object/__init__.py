@@ -16,7 +16,7 @@ builder.py          builds the index or a medium from a URL and a secret
 """
 
 from hybridkv.tiers.object.builder import SECRET_PURPOSE, StoreLocation, open_index, open_medium
-from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News, StoreCounts
+from hybridkv.tiers.object.client import ClientEvent, EpochChanged, LookupAnswered, LookupFailed, StoreCounts
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.options import ObjectOptions
@@ -24,10 +24,10 @@ from hybridkv.tiers.object.packs import ObjectSlot, PackPlace, Stored
 
 __all__ = [
     "SECRET_PURPOSE",
+    "ClientEvent",
     "EpochChanged",
     "LookupAnswered",
     "LookupFailed",
-    "News",
     "ObjectIndex",
     "ObjectMedium",
     "ObjectOptions",

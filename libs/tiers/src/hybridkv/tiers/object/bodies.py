@@ -22,11 +22,11 @@ class ObjectBody(NamedTuple):
 
     Args:
         data: its bytes; None if the object is larger than the limit.
-        tag: ETag of this version; None if the store has no ETags.
+        etag: ETag of this version; None if the store has no ETags.
     """
 
     data: bytes | None
-    tag: str | None
+    etag: str | None
 
 
 class ReadMemoryLimit:
@@ -89,10 +89,10 @@ async def read_body(
     if is_ranged:
         options["range"] = (0, most_bytes)
     answer = await store.get_async(name, options=options or None)
-    size, tag = answer.meta["size"], answer.meta["e_tag"]
+    size, etag = answer.meta["size"], answer.meta["e_tag"]
     if size > most_bytes:
         del answer
-        yield ObjectBody(None, tag)
+        yield ObjectBody(None, etag)
         return
     async with room.taken(size):
         data = bytearray()
@@ -100,4 +100,4 @@ async def read_body(
             data += memoryview(piece)
             if len(data) > size:
                 break
-        yield ObjectBody(bytes(data) if len(data) <= size else None, tag)
+        yield ObjectBody(bytes(data) if len(data) <= size else None, etag)

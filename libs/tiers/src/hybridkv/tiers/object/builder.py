@@ -13,9 +13,9 @@ from hybridkv.tiers.object.directory_store import path_of
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.manifests.manifest_store import ManifestStore
-from hybridkv.tiers.object.manifests.reader import Collection
+from hybridkv.tiers.object.manifests.reader import StoredCache
 from hybridkv.tiers.object.medium import ObjectMedium
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, cache_name
+from hybridkv.tiers.object.names import MANIFEST_EVERY, cache_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.store import is_directory, open_object_store
 
@@ -71,7 +71,7 @@ class StoreLocation:
 
 
 def open_index(
-    depot: StoreLocation,
+    location: StoreLocation,
     fingerprint: bytes,
     world_size: int,
     options: ObjectOptions,
@@ -83,7 +83,7 @@ def open_index(
     now, the check follows later.
 
     Args:
-        depot: location and secret.
+        location: URL and secret of the store.
         fingerprint: digest of the cache's fingerprint.
         world_size: number of ranks; each stores its part of every chunk.
         options: limits.
@@ -93,15 +93,15 @@ def open_index(
     Raises:
         TierConfigurationError: the store cannot be used.
     """
-    if not depot.secret and not is_directory(depot.url):
+    if not location.secret and not is_directory(location.url):
         logger.warning(
             "%s is used without a secret: everyone with write access can make this engine load wrong bytes, and "
             "everyone with read access can find out which prompts were stored; hint: give all engines of the fleet "
             "the same secret_file",
-            depot.url,
+            location.url,
         )
-    cache = cache_name(depot.secret, fingerprint, BOUNDARY_EVERY)
-    client = ManifestStore(Collection(depot.open(options), depot.seals, cache, world_size), options, clock)
+    cache = cache_name(location.secret, fingerprint, MANIFEST_EVERY)
+    client = ManifestStore(StoredCache(location.open(options), location.seals, cache, world_size), options, clock)
     try:
         client.open()
     except BaseException:
@@ -110,6 +110,6 @@ def open_index(
     return ObjectIndex(client, options, clock, clears_all=clears_all)
 
 
-def open_medium(depot: StoreLocation, rank: int, options: ObjectOptions) -> ObjectMedium:
+def open_medium(location: StoreLocation, rank: int, options: ObjectOptions) -> ObjectMedium:
     """Build a rank's medium. The medium opens the store at its first load or store."""
-    return ObjectMedium(lambda: depot.open(options), depot.seals, rank, options)
+    return ObjectMedium(lambda: location.open(options), location.seals, rank, options)

@@ -33,7 +33,7 @@ class EpochChanged(NamedTuple):
     answered_s: float
 
 
-News = LookupAnswered | LookupFailed | EpochChanged
+ClientEvent = LookupAnswered | LookupFailed | EpochChanged
 
 
 class StoreCounts(NamedTuple):
@@ -57,7 +57,7 @@ class StoreCounts(NamedTuple):
 
 
 class ObjectClient(LookupClient, Protocol):
-    """Lookup client of an `ObjectIndex`. The items of `events` are `News`."""
+    """Lookup client of an `ObjectIndex`. The items of `events` are `ClientEvent`."""
 
     @property
     def namespace(self) -> str | None:

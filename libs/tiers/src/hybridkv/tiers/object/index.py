@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, News, ObjectClient, StoreCounts
+from hybridkv.tiers.object.client import ClientEvent, EpochChanged, LookupAnswered, ObjectClient, StoreCounts
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
@@ -93,7 +93,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
         return self._client.send_lookup(number, keys, until_s, is_for_store=self._is_checking)
 
-    def _on_event(self, event: News) -> None:
+    def _on_event(self, event: ClientEvent) -> None:
         if isinstance(event, EpochChanged):
             # All known chunks belong to the old epoch. Stores in progress are dropped.
             self._tracker.end_all()
@@ -182,7 +182,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         if reason in _BAD:
-            place, entry = self._found.by_key.get(key), self._known.by_key.get(key)
+            place, entry = self._found.by_key.get(key), self._ledger.by_key.get(key)
             if place is None and entry is not None:
                 place = entry.place
             if place is not None:
@@ -202,6 +202,6 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         return super()._forget_all()
 
     def close(self) -> None:
-        if not self._known.is_closed:
+        if not self._ledger.is_closed:
             self._publish(self._packs.give_up())
         super().close()

@@ -10,7 +10,8 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.digests import view_digest, view_digests
@@ -51,11 +52,14 @@ _MAX_WRITTEN = 4096
 """Limit of the remembered names of written packs."""
 
 
-class _PackMove(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _PackMove:
     ticket: Ticket
     key: Key
     slot: ObjectSlot
     views: list[memoryview]
+    has_ended: bool = False
+    """True after its completion. One thread at a time works on a move."""
 
     @property
     def num_bytes(self) -> int:
@@ -150,9 +154,9 @@ class ObjectMedium(RemoteMedium):
         by_pack: dict[str, list[_PackMove]] = {}
         for move in moves:
             by_pack.setdefault(move.slot.pack, []).append(move)
-        for pack, wanted in by_pack.items():
-            for run in self._runs(wanted):
-                self._submit(self._read, pack, run)
+        runs = [(pack, run) for pack, wanted in by_pack.items() for run in self._runs(wanted)]
+        for pack, run in runs:
+            self._submit(self._read, pack, run)
 
     def _runs(self, moves: list[_PackMove]) -> Iterator[list[_PackMove]]:
         """Runs of adjacent chunks in a pack, each within the limit of one read."""
@@ -174,17 +178,24 @@ class ObjectMedium(RemoteMedium):
                 return
             try:
                 work(pack, moves)
-            except Exception:  # a bug must not end the thread
+            except BaseException as error:  # a bug, or a panic of obstore: each move must still end
+                self._end_all(moves, Failure(FailureReason.IO, f"unexpected {type(error).__name__}"))
                 logger.exception("a pack could not be moved")
 
         try:
             self._pool.submit(run)
-        except RuntimeError as error:  # the pool is closed, or no thread can start
+        except (RuntimeError, MemoryError) as error:  # the pool is closed, or no thread can start
             self._end_all(moves, CLOSED if self._is_closed else failure_of(error, "begin"))
 
+    def _end_move(self, move: _PackMove, completion: Completion) -> None:
+        move.has_ended = True
+        self._end(completion)
+
     def _end_all(self, moves: Sequence[_PackMove], failure: Failure) -> None:
+        """Fail the moves that have not ended."""
         for move in moves:
-            self._end(Completion(move.ticket, failure))
+            if not move.has_ended:
+                self._end_move(move, Completion(move.ticket, failure))
 
     def _opened(self) -> Store:
         with self._opening:
@@ -213,7 +224,7 @@ class ObjectMedium(RemoteMedium):
             self._end_all(moves, failure_of(error, f"storing {name}"))
             return
         for move, checksum in zip(moves, checksums, strict=True):
-            self._end(Completion(move.ticket, checksum=checksum))
+            self._end_move(move, Completion(move.ticket, checksum=checksum))
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
         """Read one range. Wrong or missing chunks are read once more with another range, because a proxy or cache
@@ -236,7 +247,7 @@ class ObjectMedium(RemoteMedium):
                 del left[: len(batch)]
                 for move, completion in zip(batch, completions, strict=True):
                     if completion.failure is None or is_last:
-                        self._end(completion)
+                        self._end_move(move, completion)
                     else:
                         bad.append(move)
         except Exception as error:

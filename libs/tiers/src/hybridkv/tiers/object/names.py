@@ -22,21 +22,21 @@ _CACHE_CONTEXT = "hybridkv 2026 cache in an object store v2"
 _NAMESPACE_CONTEXT = "hybridkv 2026 epoch of a cache in an object store v1"
 _PREFIX_CONTEXT = "hybridkv 2026 prefix in an object store v1"
 _NAME_BYTES = 20
-BOUNDARY_EVERY = 8
-"""Average number of prefixes for one boundary, see `is_boundary`. Equal in all engines of a fleet, because the name of
-the cache depends on it."""
+MANIFEST_EVERY = 8
+"""Average number of prefixes for one manifest point, see `is_manifest_point`. Equal in all engines of a fleet, because
+the name of the cache depends on it."""
 
 
-def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:
+def cache_name(secret: bytes, fingerprint: bytes, manifest_every: int) -> str:
     """Name of a cache: the same in all its epochs.
 
     Args:
         secret: secret of the fleet, may be empty.
         fingerprint: digest of the fingerprint, 32 bytes.
-        boundary_every: spacing of boundaries, see `is_boundary`.
+        manifest_every: spacing of manifest points, see `is_manifest_point`.
     """
     digest = blake3(derive_key_context=_CACHE_CONTEXT)
-    digest.update(len(secret).to_bytes(8, "little") + secret + fingerprint + boundary_every.to_bytes(8, "little"))
+    digest.update(len(secret).to_bytes(8, "little") + secret + fingerprint + manifest_every.to_bytes(8, "little"))
     return digest.hexdigest(_NAME_BYTES)
 
 
@@ -56,9 +56,9 @@ def tag_of(key: Key) -> bytes:
     return key[: len(key) - len(prefix_of(key))]
 
 
-def is_boundary(prefix: bytes, every: int) -> bool:
+def is_manifest_point(prefix: bytes, every: int) -> bool:
     """True if a stored prefix has a manifest although a longer stored prefix extends it. Prefixes without a stored
-    extension always have a manifest. On average, one of `every` prefixes is a boundary.
+    extension always have a manifest. On average, one of `every` prefixes is a manifest point.
 
     The result depends only on the prefix hash, so all engines get the same result.
     """

@@ -33,7 +33,7 @@ _CODE = re.compile(r"<Code>([^<]{1,100})")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
 _MAX_STATUS_CHARACTERS = 200
 _MAX_CHARACTERS = 500
-_PROOF = b"hybridkv proves what this store can do"
+_PROBE = b"hybridkv proves what this store can do"
 
 
 def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions, has_secret: bool) -> Store:
@@ -92,7 +92,7 @@ def is_directory(url: str) -> bool:
     return url.startswith("file:")
 
 
-def prove(store: Store, cache: str) -> str | None:
+def check_store(store: Store, cache: str) -> str | None:
     """Check that a store has the needed features: conditional puts and range reads.
 
     Returns:
@@ -109,19 +109,19 @@ def prove(store: Store, cache: str) -> str | None:
     name = f"{cache}/proof/{uuid.uuid4().hex}"
     try:
         try:
-            store.put(name, _PROOF, mode="create", use_multipart=False)
+            store.put(name, _PROBE, mode="create", use_multipart=False)
         except (FileNotFoundError, ForeignFileError, exceptions.InvalidPathError, exceptions.NotSupportedError):
             raise
         except Exception as error:
             return _why_only_read(store, name, error)
         try:
-            store.put(name, _PROOF[::-1], mode="create", use_multipart=False)
+            store.put(name, _PROBE[::-1], mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
             pass
         else:
             raise _lacks("puts only what is not there yet (If-None-Match)", "it wrote over an object")
         part = b"".join(map(bytes, store.get(name, options={"range": (9, 15)}).stream()))
-        if part != _PROOF[9:15]:
+        if part != _PROBE[9:15]:
             raise _lacks("reads a range of an object", f"it gave {len(part)} other bytes")
         store.delete([name])
     except (

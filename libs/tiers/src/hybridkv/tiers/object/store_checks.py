@@ -29,11 +29,11 @@ class _KeyCheck:
     began_s: float
     is_sent: bool
     """False if the lookup was not sent, because requests use all open keys. Then the store waits for the timeout."""
-    was_offered: bool
+    was_used: bool
     """True if an attempt to store has used its answer."""
 
     def is_over(self, now_s: float) -> bool:
-        return now_s - self.began_s > (CHECKED_S if self.was_offered else KEPT_S)
+        return now_s - self.began_s > (CHECKED_S if self.was_used else KEPT_S)
 
 
 class StoreChecks:
@@ -88,9 +88,9 @@ class StoreChecks:
                 continue
             check = checks.get(key)
             if check is None and tracker.is_missing(key, now_s - FRESH_ANSWER_S):
-                self._begin(key, now_s, is_sent=True, was_offered=True)
+                self._begin(key, now_s, is_sent=True, was_used=True)
             elif check is not None and self._counts(check, now_s):
-                check.was_offered = True
+                check.was_used = True
             else:
                 self._look_up(key, now_s)
 
@@ -124,17 +124,17 @@ class StoreChecks:
         if room <= 0:
             check = checks.get(key)
             if check is None or check.is_over(now_s):
-                self._begin(key, now_s, is_sent=False, was_offered=False)
+                self._begin(key, now_s, is_sent=False, was_used=False)
             return
         path = self._path_of[key]
         keys = [each for each in path[path.index(key) :] if not self._counts(checks.get(each), now_s)][:room]
         tracker.forget_missing(keys, now_s - FRESH_ANSWER_S)
         self._start_lookup(keys, now_s + self._timeout_s)
         for each in keys:
-            self._begin(each, now_s, is_sent=True, was_offered=False)
+            self._begin(each, now_s, is_sent=True, was_used=False)
 
-    def _begin(self, key: Key, now_s: float, *, is_sent: bool, was_offered: bool) -> None:
+    def _begin(self, key: Key, now_s: float, *, is_sent: bool, was_used: bool) -> None:
         self._checks.pop(key, None)
-        self._checks[key] = _KeyCheck(now_s, is_sent, was_offered)
+        self._checks[key] = _KeyCheck(now_s, is_sent, was_used)
         if len(self._checks) > MAX_ANNOUNCED:
             del self._checks[next(iter(self._checks))]

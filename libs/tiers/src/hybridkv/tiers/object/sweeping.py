@@ -272,7 +272,7 @@ class Sweep:
             if listed is None and not may_list_deleted:
                 continue
             try:
-                reason, packs = self._judged(meta, owner, kept_from_s if may_list_deleted else 0.0, present)
+                reason, packs = self._deletion_reason(meta, owner, kept_from_s if may_list_deleted else 0.0, present)
             except FileNotFoundError:
                 continue
             except Exception as error:  # also the `ValueError` of obstore for a name that it refuses
@@ -288,7 +288,7 @@ class Sweep:
             listed, self._report.is_complete = None, False
         return listed
 
-    def _judged(
+    def _deletion_reason(
         self, meta: ObjectMeta, owner: str, kept_from_s: float, present: NameFilter | None
     ) -> tuple[SweepReason | None, Sequence[str]]:
         """Reason to delete a manifest, else None, and the packs that it lists.
@@ -300,7 +300,7 @@ class Sweep:
         is_leftover = present is not None and self._age_s(meta) > GRACE_S
         if packs is None:
             return SweepReason.UNREADABLE if is_leftover else None, []
-        if kept_from_s and any(self._goes(pack, kept_from_s) for pack in packs):
+        if kept_from_s and any(self._is_deleted_by_age(pack, kept_from_s) for pack in packs):
             return SweepReason.LEAST_RECENTLY_USED, []
         if is_leftover and present is not None and any(pack not in present and self._is_gone(pack) for pack in packs):
             return SweepReason.BROKEN, []
@@ -337,7 +337,7 @@ class Sweep:
                 return [pack for pack in packs if pack.startswith(f"{owner}/")]
         return None
 
-    def _goes(self, pack: str, kept_from_s: float) -> bool:
+    def _is_deleted_by_age(self, pack: str, kept_from_s: float) -> bool:
         """True if a pack is gone, or is deleted because of its age. Checks rank 0, which every pack has."""
         try:
             return self._store.head(f"{pack}/0")["last_modified"].timestamp() < kept_from_s

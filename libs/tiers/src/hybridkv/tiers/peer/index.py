@@ -42,7 +42,7 @@ class _PeerLookup:
     has_listed_answer: bool = False
     """True if a peer that no hint names has answered. If False, keys that were not found are not remembered as missing.
     """
-    passed_over: dict[PeerId, tuple[Key, ...]] = field(default_factory=dict)
+    no_longer_awaited: dict[PeerId, tuple[Key, ...]] = field(default_factory=dict)
     """Hinted peers for which the lookup does not wait any more, and the keys that were sent to each. A late answer is
     still handled, because the peer has granted leases."""
 
@@ -126,7 +126,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         for peer in list(lookup.waiting):
             keys = lookup.waiting.pop(peer)
             if not self._client.withdraw_lookup(peer, number):
-                lookup.passed_over[peer] = keys
+                lookup.no_longer_awaited[peer] = keys
                 live = {name: until_s for name, until_s in self._backoff_until_s.items() if until_s > now_s}
                 self._backoff_until_s = live | {peer: now_s + self._hint_backoff_s}
         # A lookup that has no time left is not sent to the listed peers.
@@ -144,7 +144,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
     def _on_answered(self, answer: PeerAnswer) -> None:
         number, peer = answer.request, answer.peer
         lookup = self._lookups.get(number)
-        keys = None if lookup is None else lookup.waiting.get(peer) or lookup.passed_over.get(peer)
+        keys = None if lookup is None else lookup.waiting.get(peer) or lookup.no_longer_awaited.get(peer)
         if lookup is None or keys is None:
             return
         # A chunk is offered in the first half of its lease. The second half is for a load.
@@ -165,7 +165,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
     def _end_waiting(self, number: int, lookup: _PeerLookup, peer: PeerId, answered_s: float) -> None:
         """End the wait of a lookup for one peer, which has answered or is lost. After the last hinted peer, the lookup
         is sent to the listed peers. After the last peer, the lookup ends."""
-        if lookup.passed_over.pop(peer, None):
+        if lookup.no_longer_awaited.pop(peer, None):
             self._forget_ended(number, lookup)
             return
         del lookup.waiting[peer]
@@ -188,20 +188,20 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     def _forget_ended(self, number: int, lookup: _PeerLookup) -> None:
         """Forget a lookup that has ended, unless a late answer may come."""
-        if not lookup.waiting and not lookup.passed_over:
+        if not lookup.waiting and not lookup.no_longer_awaited:
             del self._lookups[number]
 
     def _on_lost(self, loss: ConnectionLost) -> None:
         for number, lookup in list(self._lookups.items()):
-            if loss.peer in lookup.waiting or loss.peer in lookup.passed_over:
+            if loss.peer in lookup.waiting or loss.peer in lookup.no_longer_awaited:
                 self._end_waiting(number, lookup, loss.peer, loss.answered_s)
         if not loss.was_ready:
             return  # every chunk of an earlier connection was withdrawn when that one ended
         for key in [key for key, place in self._found.by_key.items() if place.peer == loss.peer]:
             self._take_over(key)
-        for entry in [entry for entry in self._known.by_key.values() if entry.place.peer == loss.peer]:
+        for entry in [entry for entry in self._ledger.by_key.values() if entry.place.peer == loss.peer]:
             entry.place = entry.place._replace(is_leased=False)
-            self._num_expired += self._known.withdraw(entry.key) is not None
+            self._num_expired += self._ledger.withdraw(entry.key) is not None
 
     # Leases. A peer keeps a chunk until this engine has read or dropped the chunk.
 

@@ -57,9 +57,14 @@ class PeerMedium(RemoteMedium):
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
         views = self._begin(ticket, slot, destination, is_store=False)
-        if views is not None:
+        if views is None:
+            return
+        try:
             load = PeerLoad(ticket, key, slot, views, self._clock())
-            self._inbox.put(lambda: self._reader.begin(load))
+        except ValueError as error:
+            self._end(Completion(ticket, Failure(FailureReason.IO, f"the slot is not a place at a peer: {error}")))
+            return
+        self._inbox.put(lambda: self._reader.begin(load))
 
     def close(self) -> None:
         """Fail all loads with CLOSED, within a bounded time. After that, peers cannot read this memory."""
@@ -77,7 +82,7 @@ class PeerMedium(RemoteMedium):
 
     def _run(self) -> None:
         while not self._is_closing:
-            for part in (self._wait, self._take, self._reader.step):
+            for part in (self._wait, self._run_inbox, self._reader.step):
                 self._safely(part)
 
     def _safely(self, part: Callable[[], None]) -> None:
@@ -92,7 +97,7 @@ class PeerMedium(RemoteMedium):
         if self._reader.is_busy:
             self._reader.wait(BUSY_S)
 
-    def _take(self) -> None:
+    def _run_inbox(self) -> None:
         """Run the work in the inbox."""
         try:
             (self._inbox.get_nowait() if self._reader.is_busy else self._inbox.get(timeout=IDLE_S))()

@@ -128,8 +128,17 @@ class PeerReader:
         self._waiting.append(load)
 
     def step(self) -> None:
-        """Make progress on all loads."""
-        self._transport.progress()
+        """Make progress on all loads. Loads still end at their timeouts if the transport or the node raises."""
+        try:
+            self._transport.progress()
+            if self._waiting:
+                assert self.node is not None
+                self.node.ready()  # starts connections that are due
+        finally:
+            self._end_loads()
+            self._start_loads()
+
+    def _end_loads(self) -> None:
         for load in list(self._reading):
             try:
                 if not self._is_over(load):
@@ -139,42 +148,42 @@ class PeerReader:
                 self._finish(load)
             except Exception as error:  # a bug must fail only this load
                 self._fail_on_bug(load, error)
-        if self._waiting:
-            self._start_loads()
 
     def _start_loads(self) -> None:
-        assert self.node is not None
-        self.node.ready()  # starts connections that are due
         now_s, in_use = self._clock(), {load.peer for load in self._reading}
         is_ready: dict[PeerId, bool] = {}
         put_back: list[PeerLoad] = []
         started: dict[PeerId, list[PeerLoad]] = {}
         while self._waiting:
             load = self._waiting.popleft()
-            if load.peer not in is_ready:
-                is_ready[load.peer] = self.node.reach(load.peer, in_use)
-            source = self._sources.get(load.peer)
-            if source is None or not is_ready[load.peer]:
-                if now_s - load.since_s < self._options.reach_timeout_s:
+            try:
+                source = self._source(load.peer, is_ready, in_use)
+                if source is None:
+                    if now_s - load.since_s < self._options.reach_timeout_s:
+                        put_back.append(load)
+                    else:
+                        self._fail(load, FailureReason.IO, "the peer cannot be reached")
+                elif now_s - load.since_s >= self._options.load_timeout_s:
+                    self._fail(load, FailureReason.IO, "timeout: others took too long")
+                elif not self._has_room(load.slot.num_bytes):
                     put_back.append(load)
+                    break
                 else:
-                    self._fail(load, FailureReason.IO, "the peer cannot be reached")
-            elif now_s - load.since_s >= self._options.load_timeout_s:
-                self._fail(load, FailureReason.IO, "timeout: others took too long")
-            elif not self._has_room(load.slot.num_bytes):
-                put_back.append(load)
-                break
-            else:
-                try:
                     self._read(load, source.remote)
-                except Exception as error:
-                    self._fail_on_bug(load, error)
-                else:
                     in_use.add(load.peer)
                     started.setdefault(load.peer, []).append(load)
+            except Exception as error:  # a bug must fail only this load
+                self._fail_on_bug(load, error)
         self._waiting.extendleft(reversed(put_back))
         for peer, loads in started.items():
             self._request_seals(peer, loads)
+
+    def _source(self, peer: PeerId, is_ready: dict[PeerId, bool], in_use: set[PeerId]) -> _Source | None:
+        """The peer, if it is ready. `is_ready`: peers that this step has checked already."""
+        if peer not in is_ready:
+            assert self.node is not None
+            is_ready[peer] = self.node.reach(peer, in_use)
+        return self._sources.get(peer) if is_ready[peer] else None
 
     def _has_room(self, num_bytes: int) -> bool:
         if len(self._reading) >= self._options.max_reads:

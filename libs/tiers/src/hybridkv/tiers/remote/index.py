@@ -99,7 +99,7 @@ class RemoteIndex(Generic[P]):
         """Number of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces()
         self._space: _RemoteSpace[P] = _RemoteSpace()
-        self._known: KeyLedger[RemoteEntry[P]] = KeyLedger(
+        self._ledger: KeyLedger[RemoteEntry[P]] = KeyLedger(
             self._space, LruPolicy(), options.known_bytes, max_keys=options.max_known
         )
         """Chunks that were read or stored."""
@@ -157,10 +157,10 @@ class RemoteIndex(Generic[P]):
 
     def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
         self._poll_events()
-        if self._known.is_closed:
+        if self._ledger.is_closed:
             return
         keys = list(keys)
-        for known in (self._known.by_key, self._found.by_key):
+        for known in (self._ledger.by_key, self._found.by_key):
             if known and not known.keys().isdisjoint(keys):
                 keys = [key for key in keys if key not in known]
         keys = self._tracker.keys_to_send(keys, deadline_s, self._clock(), is_urgent=self._is_urgent)
@@ -186,7 +186,7 @@ class RemoteIndex(Generic[P]):
     def lacks(self, key: Key) -> bool:
         """True if a key should be stored. False for an expired key until it is looked up again."""
         self._poll_events()
-        is_unknown = self._known.lacks(key) and key not in self._found.by_key
+        is_unknown = self._ledger.lacks(key) and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)
 
     def _poll_events(self) -> None:
@@ -229,7 +229,7 @@ class RemoteIndex(Generic[P]):
     def _fitting(self, keys: Iterable[Key], places: Mapping[Key, P]) -> dict[Key, P]:
         """Places for which there is room, in the order of the keys."""
         left_bytes = self.capacity_bytes - self.used_bytes
-        left_keys = self._options.max_known - len(self._known.by_key) - len(self._found.by_key)
+        left_keys = self._options.max_known - len(self._ledger.by_key) - len(self._found.by_key)
         fitting: dict[Key, P] = {}
         for key in keys:
             place = places.get(key)
@@ -241,8 +241,8 @@ class RemoteIndex(Generic[P]):
     def _make_room(self, num_bytes: int, num_keys: int) -> bool:
         """Drop found chunks, then chunks that were stored or read, until there is room. If that cannot be enough, drops
         no chunk and returns False."""
-        known, found = self._known, self._found
-        in_use_bytes, num_in_use = known.used_bytes - known.evictable_bytes, known.num_reserved + known.num_pinned
+        ledger, found = self._ledger, self._found
+        in_use_bytes, num_in_use = ledger.used_bytes - ledger.unpinned_bytes, ledger.num_reserved + ledger.num_pinned
         if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._options.max_known:
             return False
         while self._is_over(num_bytes, num_keys):
@@ -253,11 +253,11 @@ class RemoteIndex(Generic[P]):
                 self._changes += 1
                 self._on_forgotten(places)
             else:
-                known.evict_next()
+                ledger.evict_next()
         return True
 
     def _is_over(self, num_bytes: int, num_keys: int) -> bool:
-        num_known = len(self._known.by_key) + len(self._found.by_key)
+        num_known = len(self._ledger.by_key) + len(self._found.by_key)
         return self.used_bytes + num_bytes > self.capacity_bytes or num_known + num_keys > self._options.max_known
 
     # Ledger entries.
@@ -265,8 +265,8 @@ class RemoteIndex(Generic[P]):
     def _take_over(self, key: Key) -> RemoteEntry[P]:
         """Move a found chunk that is read now into the ledger."""
         place = self._space.next = self._found.pop(key)
-        entry = self._known.take(key, place.num_bytes, place.num_bytes)
-        self._known.commit(key)
+        entry = self._ledger.take(key, place.num_bytes, place.num_bytes)
+        self._ledger.commit(key)
         self._num_taken_over += 1
         self._track_expiry(entry)
         return entry
@@ -277,17 +277,17 @@ class RemoteIndex(Generic[P]):
         heapq.heappush(self._expiries, (until_s, next(self._expiry_numbers), entry))
 
     def _expire_entries(self, now_s: float) -> None:
-        expiries, by_key = self._expiries, self._known.by_key
+        expiries, by_key = self._expiries, self._ledger.by_key
         while expiries and (expiries[0][0] <= now_s or len(expiries) > 2 * len(by_key) + self._options.max_open_keys):
             _, _, entry = heapq.heappop(expiries)
-            if by_key.get(entry.key) is entry and self._known.lookup(entry.key) is _HIT:
+            if by_key.get(entry.key) is entry and self._ledger.lookup(entry.key) is _HIT:
                 if entry.num_pins:
                     entry.is_expired = True
                 else:
                     self._expire_entry(entry)
 
     def _expire_entry(self, entry: RemoteEntry[P]) -> None:
-        self._known.withdraw(entry.key)
+        self._ledger.withdraw(entry.key)
         self._num_expired += 1
         self._expire((entry.key,))
 
@@ -302,24 +302,24 @@ class RemoteIndex(Generic[P]):
 
     @property
     def capacity_bytes(self) -> int:
-        return self._known.capacity_bytes
+        return self._ledger.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
         """Number of bytes of all known chunks. The bytes themselves are stored elsewhere."""
-        return self._known.used_bytes + self._found.num_bytes
+        return self._ledger.used_bytes + self._found.num_bytes
 
     def cost(self, num_bytes: int) -> int:
         return num_bytes
 
     @property
     def num_keys(self) -> int:
-        return self._known.num_keys + len(self._found.by_key)
+        return self._ledger.num_keys + len(self._found.by_key)
 
     @property
     def generation(self) -> int:
         self._poll_events()
-        return self._known.generation + self._tracker.changes + self._changes
+        return self._ledger.generation + self._tracker.changes + self._changes
 
     def lookup(self, key: Key) -> LookupResult:
         self._poll_events()
@@ -328,7 +328,7 @@ class RemoteIndex(Generic[P]):
     def _answer(self, key: Key) -> LookupResult:
         if key in self._found.by_key:
             return _HIT
-        answer = self._known.lookup(key)
+        answer = self._ledger.lookup(key)
         return _PENDING if answer is _MISS and self._tracker.is_pending(key) else answer
 
     def leading(self, keys: Iterable[Key]) -> int:
@@ -354,7 +354,7 @@ class RemoteIndex(Generic[P]):
         return any(self._answer(key) is _PENDING for key in keys)
 
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
-        self._known.touch(keys)
+        self._ledger.touch(keys)
 
     # Storing.
 
@@ -362,31 +362,31 @@ class RemoteIndex(Generic[P]):
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         self._poll_events()
-        refusal = self._known.why_not(key, num_bytes)
+        refusal = self._ledger.reserve_refusal(key, num_bytes)
         if refusal is None and key in self._found.by_key:
             refusal = Refusal.PRESENT
         place = refusal or self._new_place(key, num_bytes, extends)
         if isinstance(place, Refusal):
-            return self._known.tally.refuse(place)
+            return self._ledger.tally.refuse(place)
         self._make_room(num_bytes, 1)
         self._tracker.withdraw(key)
         self._space.next = place
-        return self._known.take(key, num_bytes, num_bytes).slot
+        return self._ledger.take(key, num_bytes, num_bytes).slot
 
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         return [self.reserve(*chunk) for chunk in chunks]
 
     def commit(self, key: Key) -> bool:
-        is_committed = self._known.commit(key)
+        is_committed = self._ledger.commit(key)
         if is_committed:
-            self._track_expiry(self._known.by_key[key])
+            self._track_expiry(self._ledger.by_key[key])
         return is_committed
 
     def commit_all(self, keys: Sequence[Key]) -> list[bool]:
         return [self.commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
-        self._known.abort(key)
+        self._ledger.abort(key)
 
     # Reading.
 
@@ -397,12 +397,12 @@ class RemoteIndex(Generic[P]):
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
         self._poll_events()
         found = self._found.by_key
-        if not all(key in found or self._known.lookup(key) is _HIT for key in keys):
+        if not all(key in found or self._ledger.lookup(key) is _HIT for key in keys):
             return None
         for key in keys:
             if key in found:
                 self._take_over(key)
-        return self._known.pin_all(keys)
+        return self._ledger.pin_all(keys)
 
     def unpin(self, key: Key) -> None:
         self.unpin_all((key,))
@@ -410,11 +410,11 @@ class RemoteIndex(Generic[P]):
     def unpin_all(self, keys: Iterable[Key]) -> None:
         unused: list[RemoteEntry[P]] = []
         for key in keys:
-            entry = self._known.by_key.get(key)
-            self._known.unpin(key)
+            entry = self._ledger.by_key.get(key)
+            self._ledger.unpin(key)
             if entry is not None and not entry.num_pins:
                 unused.append(entry)
-                if entry.is_expired and self._known.lookup(key) is _HIT:
+                if entry.is_expired and self._ledger.lookup(key) is _HIT:
                     self._expire_entry(entry)
         self._on_unused(unused)
 
@@ -425,7 +425,7 @@ class RemoteIndex(Generic[P]):
         self._expired.pop(key, None)
         if key in self._found.by_key:
             self._take_over(key)
-        entry = self._known.withdraw(key)
+        entry = self._ledger.withdraw(key)
         if entry is not None and not entry.num_pins:
             self._on_unused((entry,))
         return entry is not None
@@ -440,14 +440,14 @@ class RemoteIndex(Generic[P]):
         self._expired.clear()
         places = self._found.clear()
         self._changes += 1
-        self._known.tally.invalidations += len(places)
+        self._ledger.tally.invalidations += len(places)
         self._on_forgotten(places)
-        return self._known.forget_all() + len(places)
+        return self._ledger.forget_all() + len(places)
 
     def take_counts(self) -> TierCounts:
         """Counts since the last call. Ledger operations of found chunks and of expiry are left out."""
         self._poll_events()
-        counts = self._known.tally.take()
+        counts = self._ledger.tally.take()
         num_taken_over, self._num_taken_over = self._num_taken_over, 0
         num_expired, self._num_expired = self._num_expired, 0
         num_forgotten, forgotten_bytes = self._forgotten
@@ -464,9 +464,9 @@ class RemoteIndex(Generic[P]):
         )
 
     def close(self) -> None:
-        if self._known.is_closed:
+        if self._ledger.is_closed:
             return
-        self._known.is_closed = True
+        self._ledger.is_closed = True
         self._tracker.clear()
         self._forget_all()
         self._close_client()

@@ -139,7 +139,7 @@ class _DirectionHealth(NamedTuple):
         return self.moves.is_healthy and self.shortage.is_healthy
 
     @property
-    def view(self) -> tuple[BreakerState, bool]:
+    def answer_state(self) -> tuple[BreakerState, bool]:
         """State that lookup answers depend on."""
         return self.moves.state, self.is_usable
 
@@ -192,7 +192,7 @@ class TierHealth:
         if now_s < self.next_change_s:
             return
         for direction, health in self._directions.items():
-            before = health.view
+            before = health.answer_state
             health.moves.tick(now_s)
             health.shortage.tick(now_s)
             health.lookups.tick(now_s)
@@ -201,7 +201,7 @@ class TierHealth:
     def on_move(self, direction: Direction, failure: Failure | None, now_s: float) -> None:
         """Record the end of a move that has not timed out."""
         health = self._directions[direction]
-        before = health.view
+        before = health.answer_state
         if failure is not None and failure.reason is FailureReason.BUSY:
             health.shortage.fail(now_s)
         else:
@@ -214,19 +214,19 @@ class TierHealth:
 
     def on_timeout(self, direction: Direction, now_s: float) -> None:
         """Record that a move timed out. Do not report the later end of this move."""
-        before = self._directions[direction].view
+        before = self._directions[direction].answer_state
         self._directions[direction].moves.fail(now_s)
         self._update(direction, before)
 
     def on_lookup_answered(self) -> None:
         """Record a lookup that was answered in time."""
-        before = self._directions[Direction.PROMOTE].view
+        before = self._directions[Direction.PROMOTE].answer_state
         self._directions[Direction.PROMOTE].lookups.succeed()
         self._update(Direction.PROMOTE, before)
 
     def on_lookup_timeout(self, now_s: float) -> None:
         """Record a lookup that was not answered in time, or could not be sent."""
-        before = self._directions[Direction.PROMOTE].view
+        before = self._directions[Direction.PROMOTE].answer_state
         self._directions[Direction.PROMOTE].lookups.fail(now_s)
         self._update(Direction.PROMOTE, before)
 
@@ -242,6 +242,6 @@ class TierHealth:
         directions = self._directions
         self.degraded = frozenset(each for each, health in directions.items() if not health.is_healthy)
         self.next_change_s = min(breaker.backoff_ends_s for health in directions.values() for breaker in health)
-        if direction is Direction.PROMOTE and (view := directions[direction].view) != before:
+        if direction is Direction.PROMOTE and (answer_state := directions[direction].answer_state) != before:
             self.revision += 1
-            self.can_promote = view == (BreakerState.CLOSED, True)
+            self.can_promote = answer_state == (BreakerState.CLOSED, True)

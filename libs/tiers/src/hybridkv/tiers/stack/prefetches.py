@@ -2,7 +2,7 @@
 
 Prefetched chunks are not pinned and need no release. The bytes of unused prefetched chunks are limited: at the limit, a
 new chunk replaces the oldest unused chunk, which is invalidated in the primary tier. Promotions with waiting requests
-go first (`SecondaryTierState.why_not_prefetch`).
+go first (`SecondaryTierState.prefetch_refusal`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Prefetches:
         # Unused chunks of this prefix become the newest, its first chunk last. So its last chunk is replaced first.
         for key in reversed(keys) if self._unused else ():
             if self._primary.lookup(key) is _MISS:
-                self._drop(key)
+                self._remove_unused(key)
             elif key in self._unused:
                 self._unused[key] = (prefix, self._unused[key][1])
                 self._unused.move_to_end(key)
@@ -151,7 +151,7 @@ class Prefetches:
             return True
         if state.is_full:
             return False
-        sent = self._promotions.prefetch(key, partial(self._why_not, prefix, state))
+        sent = self._promotions.prefetch(key, partial(self._prefetch_refusal, prefix, state))
         if isinstance(sent, Refusal):
             if sent is Refusal.TOO_LARGE:
                 prefix.failure = PrefetchResult.NO_ROOM
@@ -160,7 +160,7 @@ class Prefetches:
             elif sent is not Refusal.BUSY:
                 prefix.failure = PrefetchResult.LOST
             return False
-        self._drop(key)
+        self._remove_unused(key)
         self._moving[key] = self._unused[key] = (prefix, sent)
         self._unused_cost += self._primary.cost(sent)
         prefix.num_moving += 1
@@ -168,14 +168,14 @@ class Prefetches:
         self._progress_s = state.now_s
         return True
 
-    def _why_not(
+    def _prefetch_refusal(
         self, prefix: _PrefixPrefetch, state: _PumpState, tier: SecondaryTierState, num_bytes: int | None
     ) -> Refusal | None:
         if tier in state.busy:
             return Refusal.BUSY
         if num_bytes is not None:
             prefix.next_bytes = num_bytes
-        refusal = tier.why_not_prefetch(prefix.next_bytes)
+        refusal = tier.prefetch_refusal(prefix.next_bytes)
         if refusal is Refusal.BUSY:
             state.busy.add(tier)
         elif refusal is None and num_bytes is not None and not self._make_room(prefix, num_bytes):
@@ -193,7 +193,7 @@ class Prefetches:
             is_present = self._primary.lookup(key) is not _MISS
             if owner is prefix and is_present:
                 return False
-            self._drop(key)
+            self._remove_unused(key)
             if is_present:
                 self._bytes[PrefetchBytes.DISPLACED] += num_bytes
             if key in self._moving:
@@ -214,7 +214,7 @@ class Prefetches:
             self._bytes[PrefetchBytes.PROMOTED] += num_bytes
             self._bytes[PrefetchBytes.USED] += num_bytes if key in self._used_early else 0
         else:
-            self._drop(key)
+            self._remove_unused(key)
             prefix.failure = prefix.failure or PrefetchResult.LOST
         self._used_early.discard(key)
         if key in self._displaced:
@@ -238,19 +238,19 @@ class Prefetches:
         """Record that a request uses these chunks. They are no longer unused."""
         self._displaced.difference_update(keys)
         for key in keys if self._unused else ():
-            num_bytes = self._drop(key)
+            num_bytes = self._remove_unused(key)
             if num_bytes and key in self._moving:
                 self._used_early.add(key)
             elif num_bytes and self._primary.lookup(key) is _HIT:
                 self._bytes[PrefetchBytes.USED] += num_bytes
 
-    def forget(self, keys: Sequence[Key]) -> None:
+    def on_kept(self, keys: Sequence[Key]) -> None:
         """Remove chunks from the unused chunks without counting a use: they were found, kept or stored again."""
         self._displaced.difference_update(keys)
         for key in keys if self._unused else ():
-            self._drop(key)
+            self._remove_unused(key)
 
-    def _drop(self, key: Key) -> int:
+    def _remove_unused(self, key: Key) -> int:
         """Remove a chunk from the unused chunks. Returns its number of bytes; 0 if it was not unused."""
         dropped = self._unused.pop(key, None)
         if dropped is None:

@@ -40,7 +40,7 @@ class Promotions:
             return Refusal.PRESENT
         refusal = None
         for tier, _, slots in by_tier:
-            refusal = refusal or tier.why_not_promote(sum(slot.num_bytes for slot in slots))
+            refusal = refusal or tier.promote_refusal(sum(slot.num_bytes for slot in slots))
         self._pump_new()
         refusal = refusal or self._plan(by_tier)
         if refusal is not None:
@@ -52,25 +52,27 @@ class Promotions:
         """True if a prefetch that has not timed out is in flight. It uses space of the primary tier."""
         return any(tier.in_flight.num_prefetching for tier in self._tiers)
 
-    def prefetch(self, key: Key, why_not: Callable[[SecondaryTierState, int | None], Refusal | None]) -> int | Refusal:
+    def prefetch(
+        self, key: Key, refusal_of: Callable[[SecondaryTierState, int | None], Refusal | None]
+    ) -> int | Refusal:
         """Prefetch one chunk. Returns its number of bytes, or the reason why it cannot be prefetched now.
 
         Args:
             key: key of the chunk.
-            why_not: returns the reason why a tier must not provide a chunk of this many bytes, else None. Called first
-                with None as the size, because only a pin returns the size, and a pin counts as a use.
+            refusal_of: returns the reason why a tier must not provide a chunk of this many bytes, else None. Called
+                first with None as the size, because only a pin returns the size, and a pin counts as a use.
         """
         source = next((each for each in self._tiers if each.is_usable() and each.index.lookup(key) is _HIT), None)
         if source is None:
             return Refusal.PRESENT
-        refusal = why_not(source, None)
+        refusal = refusal_of(source, None)
         if refusal is not None:
             return refusal
         by_tier = self._pin((key,))
         if by_tier is None:
             return Refusal.PRESENT
         tier, _, (slot,) = by_tier[0]
-        refusal = why_not(tier, slot.num_bytes)
+        refusal = refusal_of(tier, slot.num_bytes)
         if refusal is None:
             self._pump_new()
             refusal = self._plan(by_tier, is_prefetch=True)

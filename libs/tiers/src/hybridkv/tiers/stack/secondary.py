@@ -190,12 +190,12 @@ class SecondaryTierState:
                 self.health.on_lookup_timeout(now_s)
             lookups.popleft()
 
-    def why_not_promote(self, num_bytes: int) -> Refusal | None:
+    def promote_refusal(self, num_bytes: int) -> Refusal | None:
         """Reason why this many bytes cannot be promoted now for a waiting request. None if they can."""
         in_flight = self.in_flight
-        return self._why_not(num_bytes, in_flight.bytes_in_flight[_PROMOTE] - in_flight.prefetching_bytes)
+        return self._refusal(num_bytes, in_flight.bytes_in_flight[_PROMOTE] - in_flight.prefetching_bytes)
 
-    def why_not_prefetch(self, num_bytes: int) -> Refusal | None:
+    def prefetch_refusal(self, num_bytes: int) -> Refusal | None:
         """Reason why this many bytes cannot be prefetched now. None if they can. `num_bytes` is 0 for an unknown size.
 
         BUSY while promotions with waiting requests are in flight: they go first. CLOSED if the tier is not usable or is
@@ -208,9 +208,9 @@ class SecondaryTierState:
             return Refusal.BUSY
         if in_flight.num_prefetching >= self._options.max_prefetching:
             return Refusal.BUSY
-        return self._why_not(num_bytes, in_flight.bytes_in_flight[_PROMOTE])
+        return self._refusal(num_bytes, in_flight.bytes_in_flight[_PROMOTE])
 
-    def _why_not(self, num_bytes: int, moving: int) -> Refusal | None:
+    def _refusal(self, num_bytes: int, moving: int) -> Refusal | None:
         if num_bytes > self._primary.capacity_bytes:
             return Refusal.TOO_LARGE
         if self.health.is_backing_off(_PROMOTE):

@@ -162,15 +162,15 @@ class TierStack:
         self._check_deadlines()
         return self._view.is_lookup_pending(key)
 
-    def missing_in_secondary(self, key: Key) -> bool:
+    def missing_in_cascading(self, key: Key) -> bool:
         """True if a secondary tier lacks this key. Tiers with the policy NOTHING do not count."""
         return any(tier.index.lacks(key) for tier in self._cascading)
 
-    def in_all_secondaries(self, keys: Sequence[Key]) -> bool:
+    def in_all_eager_secondaries(self, keys: Sequence[Key]) -> bool:
         """True if every secondary tier with the policy ALL holds or is storing all these keys."""
         return all(_leading_held(tier.index, keys) == len(keys) for tier in self._eager)
 
-    def leading_secondary(self, keys: Sequence[Key]) -> int:
+    def leading_cascading(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that every secondary tier holds or is storing. Tiers with the policy NOTHING do not
         count."""
         for tier in self._cascading:
@@ -207,7 +207,7 @@ class TierStack:
         """Undo one `pin_all`."""
         self.primary.unpin_all(keys)
 
-    def withdraw(self, key: Key) -> None:
+    def invalidate_primary(self, key: Key) -> None:
         """Invalidate a key in the primary tier alone, because its bytes there are bad or replaced. The bytes in
         secondary tiers are verified when they are read."""
         self.primary.invalidate(key)
@@ -264,11 +264,11 @@ class TierStack:
         lease.waiting.update(missing)
         self._leases.by_owner[owner] = lease
         if lease.waiting:
-            lease.source = self._slowest_source(lease.waiting)
+            lease.source = self._farthest_source(lease.waiting)
             self._context.wake_at(lease.since_s + self._load_timeout_s)
         return lease
 
-    def _slowest_source(self, keys: Iterable[Key]) -> str:
+    def _farthest_source(self, keys: Iterable[Key]) -> str:
         """Farthest tier from which one of these keys is promoted. The nearest tier if none is promoted."""
         source_by_key = self._moves.source_by_key
         names = {source_by_key[key] for key in keys if key in source_by_key}
@@ -322,7 +322,7 @@ class TierStack:
         self._pump_new()
         slot = self.primary.reserve(key, num_bytes, extends)
         if isinstance(slot, Slot):
-            self._prefetches.forget((key,))
+            self._prefetches.on_kept((key,))
         return slot
 
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
@@ -330,7 +330,7 @@ class TierStack:
         self._pump_new()
         slots = self.primary.reserve_all(chunks)
         stored = [chunk[0] for chunk, slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
-        self._prefetches.forget(stored)
+        self._prefetches.on_kept(stored)
         return slots
 
     def commit(self, key: Key, extends: Extends = ()) -> bool:
@@ -366,14 +366,14 @@ class TierStack:
 
         A prefetched key is then no longer unused, but does not count as used.
         """
-        self._prefetches.forget(keys)
+        self._prefetches.on_kept(keys)
         self.primary.touch(keys, extends)
         for tier in self._tiers:
             tier.index.touch(keys, extends)
 
     def touch_primary(self, keys: Sequence[Key]) -> None:
         """Make keys the most recently used in the primary tier alone. For keys that are found or kept, but not read."""
-        self._prefetches.forget(keys)
+        self._prefetches.on_kept(keys)
         self.primary.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:

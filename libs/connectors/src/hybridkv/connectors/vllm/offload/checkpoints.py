@@ -25,10 +25,10 @@ from hybridkv.planner.checkpoints import (
     AnswerReuse,
     Costs,
     Limits,
-    Market,
     Placement,
     Prompt,
     SeenPrefixes,
+    StoreUsage,
     learn_request,
     learn_stored,
     plan_stops,
@@ -105,7 +105,7 @@ class AnswerStates:
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
         self._answer_reuse.record_resumed(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
-    def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
+    def admits(self, tracked: TrackedRequest, num_tokens: int, usage: StoreUsage) -> bool:
         """Whether to store a state of an answer: there is free room, or the state is worth more than the chunks that it
         displaces. Its worth follows from the share of earlier states of answers that requests have reused."""
         checkpoint_state = tracked.checkpoint_state
@@ -114,7 +114,7 @@ class AnswerStates:
             self._answer_reuse.note(self._keys(tracked, num_tokens)[0])
         end_tokens = (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
         gained_tokens = num_tokens - end_tokens
-        return market.has_room(self._costs) or not self._answer_reuse.is_unproven(gained_tokens, market, self._costs)
+        return usage.has_room(self._costs) or not self._answer_reuse.is_unproven(gained_tokens, usage, self._costs)
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
         """Called after a store of these states was planned. If no state was refused, withdraws the earlier ones."""
@@ -125,7 +125,7 @@ class AnswerStates:
         if before > tracked.request.num_prompt_tokens:
             tracked.chain.drop([(group, before) for group in self._groups])
             for key in self._keys(tracked, before):
-                self._stack.withdraw(key)
+                self._stack.invalidate_primary(key)
             self._metrics.superseded()
 
     def _is_stored(self, tracked: TrackedRequest, num_tokens: int) -> bool:
@@ -266,9 +266,9 @@ class Checkpoints:
         return not self._options.has_drafts and last // cut * cut == last // step * step
 
     def _planned(self, tracked: TrackedRequest, bare_prompt: Prompt) -> CheckpointState:
-        market, step = self._market(), self._step_tokens
-        prompt = self._seen.add_facts(step, self._prefixes(tracked), bare_prompt, market)
-        placement = plan_stops(step, prompt, market, self._costs, self._limits)
+        usage, step = self._store_usage(), self._step_tokens
+        prompt = self._seen.add_facts(step, self._prefixes(tracked), bare_prompt, usage)
+        placement = plan_stops(step, prompt, usage, self._costs, self._limits)
         return CheckpointState(bare_prompt, prompt, placement, was_admitted=tracked.checkpoint_state.was_admitted)
 
     def _prefixes(self, tracked: TrackedRequest) -> Sequence[bytes]:
@@ -297,9 +297,11 @@ class Checkpoints:
         found = (self._stack.lookup(keys.key(group, junction)) for group in self._states)
         return junction if LookupResult.MISS in found else 0
 
-    def _market(self) -> Market:
+    def _store_usage(self) -> StoreUsage:
         num_ranks = self._layout.world_size
-        return Market(self._largest.capacity_bytes * num_ranks, self._largest.used_bytes * num_ranks, self._experience)
+        return StoreUsage(
+            self._largest.capacity_bytes * num_ranks, self._largest.used_bytes * num_ranks, self._experience
+        )
 
     def on_admitted(self, tracked: TrackedRequest, num_external_tokens: int) -> None:
         """Called when the engine has allocated the request's blocks: its stops are final."""
@@ -309,7 +311,7 @@ class Checkpoints:
         if checkpoint_state.prompt is None:
             return
         prompt, placement = checkpoint_state.prompt, checkpoint_state.placement
-        self._seen.note(self._step_tokens, self._prefixes(tracked), prompt, placement, self._market())
+        self._seen.note(self._step_tokens, self._prefixes(tracked), prompt, placement, self._store_usage())
         self._experience = learn_request(self._experience, prompt, placement)
         self._metrics.prefixes_forgotten(self._seen.num_forgotten - self._num_forgotten)
         self._num_forgotten = self._seen.num_forgotten
@@ -322,7 +324,7 @@ class Checkpoints:
         """States of a request after a step: those that the engine hands over, and those of an answer."""
         states = [state for state in handed_over if not self._is_loaded(tracked, state)]
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
-        if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._market()):
+        if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._store_usage()):
             seen = {(state.group_index, state.num_tokens) for state in states}
             states += (state for state in more if (state.group_index, state.num_tokens) not in seen)
         return states

@@ -91,7 +91,7 @@ def _command(directory: Path) -> str:
     return "unknown"
 
 
-class TakenError(OSError):
+class NamespaceTakenError(OSError):
     """Another engine has or had the namespace open, so this engine's index may not match the files any more."""
 
     def __init__(self, path: str) -> None:

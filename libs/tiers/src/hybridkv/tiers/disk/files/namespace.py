@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers.disk.files.locks import TakenError, is_same, refused_lock, try_to_lock
+from hybridkv.tiers.disk.files.locks import NamespaceTakenError, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, directory_error, open_root
@@ -72,8 +72,8 @@ class Namespace:
         self._fingerprint = fingerprint
         self.is_recreated = False
         """True after `restore`. The caller writes the epoch file, and then resets this flag."""
-        self._is_said_lost = False
-        self._is_taken = False
+        self._has_logged_loss = False
+        self._is_taken_over = False
         self.root = open_root(io, path)
         self._opened: _OpenNamespace | None = None
         try:
@@ -201,19 +201,20 @@ class Namespace:
     def require_own(self) -> None:
         """Check that this engine may write and delete here: the path leads to the open directory, and the lock exists.
 
-        Recreates a deleted lock. Raises `FileNotFoundError` if the directory was removed or moved, and `TakenError` if
-        another engine may have had the namespace open; after that, every call raises `TakenError`.
+        Recreates a deleted lock. Raises `FileNotFoundError` if the directory was removed or moved, and
+        `NamespaceTakenError` if another engine may have had the namespace open; after that, every call raises
+        `NamespaceTakenError`.
         """
         opened = self._require()
-        if self._is_taken:
-            raise TakenError(self.path)
+        if self._is_taken_over:
+            raise NamespaceTakenError(self.path)
         mine = self.io.stat(opened.lock_fd)
         here = self._find(LOCK_NAME, opened.directory.fd)
         if here is None:
             self._recreate_lock(opened)
         elif not is_same(here, mine):
-            self._is_taken = True
-            raise TakenError(self.path)
+            self._is_taken_over = True
+            raise NamespaceTakenError(self.path)
         elif not self._leads_to(self.io.stat(opened.directory.fd)):
             raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
         # A rank's directory may be removed alone. Writes to open segments do not detect that.
@@ -245,12 +246,12 @@ class Namespace:
         try:
             fd = opened.directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError as error:
-            self._is_taken = True
-            raise TakenError(self.path) from error
+            self._is_taken_over = True
+            raise NamespaceTakenError(self.path) from error
         if not self.io.lock(fd):
             self.io.close(fd)
-            self._is_taken = True
-            raise TakenError(self.path)
+            self._is_taken_over = True
+            raise NamespaceTakenError(self.path)
         self._opened = opened._replace(lock_fd=fd)
         self.io.close(opened.lock_fd)
         self._describe(opened.directory)
@@ -259,14 +260,14 @@ class Namespace:
         )
 
     def restore(self) -> None:
-        """Recreate removed directories and the lock. `OSError` if that is not possible yet, `TakenError` if another
-        engine may have had the namespace open.
+        """Recreate removed directories and the lock. `OSError` if that is not possible yet, `NamespaceTakenError` if
+        another engine may have had the namespace open.
 
         The old directories stay open until this call succeeds.
         """
-        if not self._is_said_lost:
+        if not self._has_logged_loss:
             logger.warning("%s was removed; making it anew", self.path)
-            self._is_said_lost = True
+            self._has_logged_loss = True
         root = Directory.root(self.io, self.root.path, create=True)
         try:
             opened = self._open(root)
@@ -277,18 +278,18 @@ class Namespace:
             root.close()
             raise
         try:
-            self._is_taken = self._belongs_to_other(opened)
+            self._is_taken_over = self._belongs_to_other(opened)
         except OSError:
             self._close(opened)
             root.close()
             raise
-        if self._is_taken:
+        if self._is_taken_over:
             self._close(opened)
             root.close()
-            raise TakenError(self.path)
+            raise NamespaceTakenError(self.path)
         former_root, former, self.root, self._opened = self.root, self._opened, root, opened
         self.is_recreated = True
-        self._is_said_lost = False
+        self._has_logged_loss = False
         if former is not None:
             self._close(former)
         former_root.close()
@@ -323,7 +324,7 @@ class Namespace:
             return False
         finally:
             root.close()
-        self._is_said_lost = self._is_said_lost and not is_present
+        self._has_logged_loss = self._has_logged_loss and not is_present
         return is_present
 
     def close(self) -> None:

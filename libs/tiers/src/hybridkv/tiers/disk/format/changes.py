@@ -77,8 +77,8 @@ class Decoded(NamedTuple):
     changes: list[Change]
     end_offset: int
     """End of the last whole batch."""
-    seal: bytes
-    """Checksum of the last whole batch. The checksum of the next batch covers this checksum."""
+    last_checksum: bytes
+    """Checksum of the last whole batch, or of the head if there is none. The checksum of the next batch covers it."""
     is_whole: bool
     """True if no damaged bytes follow."""
 
@@ -89,17 +89,17 @@ def encode_head(namespace: bytes, base: bytes) -> bytes:
     return fields + checksum(fields)
 
 
-def seal_of(data: bytes) -> bytes:
+def checksum_of(data: bytes) -> bytes:
     """Checksum of a head or a batch. The checksum of the next batch covers this checksum."""
     return data[-_CHECKSUM_BYTES:]
 
 
-def encode_batch(changes: Iterable[Change], seal: bytes) -> bytes:
-    """Bytes of one batch. `seal`: checksum of the previous head or batch."""
+def encode_batch(changes: Iterable[Change], last_checksum: bytes) -> bytes:
+    """Bytes of one batch. `last_checksum`: checksum of the previous head or batch."""
     parts = [_encode(change) for change in changes]
     body = b"".join(parts)
     fields = _BATCH.pack(len(body), len(parts)) + body
-    return fields + checksum(seal + fields)
+    return fields + checksum(last_checksum + fields)
 
 
 def decode(data: bytes, namespace: bytes, base: bytes) -> Decoded | None:
@@ -108,19 +108,19 @@ def decode(data: bytes, namespace: bytes, base: bytes) -> Decoded | None:
     if data[:HEAD_BYTES] != head:
         return None
     changes: list[Change] = []
-    at, seal = HEAD_BYTES, seal_of(head)
+    at, last_checksum = HEAD_BYTES, checksum_of(head)
     while len(data) - at >= _BATCH.size + _CHECKSUM_BYTES:
         body_bytes, count = _BATCH.unpack_from(data, at)
         stop = at + _BATCH.size + body_bytes
         found = data[stop : stop + _CHECKSUM_BYTES]
-        if checksum(seal + data[at:stop]) != found:
+        if checksum(last_checksum + data[at:stop]) != found:
             break
         batch = _decode_body(data, at + _BATCH.size, stop)
         if batch is None or len(batch) != count:
             break
         changes += batch
-        at, seal = stop + _CHECKSUM_BYTES, found
-    return Decoded(changes, at, seal, at == len(data))
+        at, last_checksum = stop + _CHECKSUM_BYTES, found
+    return Decoded(changes, at, last_checksum, at == len(data))
 
 
 def _encode(change: Change) -> bytes:

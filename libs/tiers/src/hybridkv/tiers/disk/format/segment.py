@@ -114,7 +114,7 @@ class RecordHeader(NamedTuple):
     key: bytes
 
     @property
-    def is_of(self) -> tuple[int, int, bytes]:
+    def owner(self) -> tuple[int, int, bytes]:
         """Rank, address and namespace that the record was written for."""
         return self.rank, self.address, self.namespace
 
@@ -166,7 +166,7 @@ def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -
             return Failure(FailureReason.MISSING, f"nothing was stored at {expected.address}"), None
         detail = f"the header at {expected.address} is damaged or of another version"
         return Failure(FailureReason.CHECKSUM, detail), None
-    if found.is_of != expected.is_of:
+    if found.owner != expected.owner:
         detail = f"the record at {expected.address} was written for another place: {found.rank}, {found.address}"
         return Failure(FailureReason.WRONG_KEY, detail), None
     if found.key != expected.key:

@@ -58,7 +58,7 @@ class ChangeLog:
         """True if a task is queued that calls `take`. `take` resets it first."""
 
     @property
-    def is_waiting(self) -> bool:
+    def has_changes(self) -> bool:
         return bool(self._waiting)
 
     def reserved(self, address: int, payload_bytes: int) -> None:
@@ -179,7 +179,7 @@ class ChangesFile:
         self._fsync_interval_s = options.fsync_interval_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._seal: bytes | None = None if found is None else found.seal
+        self._last_checksum: bytes | None = None if found is None else found.last_checksum
         """Checksum of the last batch, written or not; None if there is no file to append to."""
         self._end_offset = 0 if found is None else found.end_offset
         self._unwritten = b""
@@ -191,7 +191,7 @@ class ChangesFile:
     @property
     def is_begun(self) -> bool:
         """True if there is a file to append to."""
-        return self._seal is not None
+        return self._last_checksum is not None
 
     def append(self, directory: Directory) -> bool:
         """Write queued changes up to the next cut. True if a snapshot should be written. After an `OSError`, call
@@ -199,12 +199,12 @@ class ChangesFile:
         taken, has_gap = self._log.take()
         if has_gap:
             self._give_up()
-        if self._seal is None:
+        if self._last_checksum is None:
             return True
         if taken:
-            batch = changes.encode_batch(taken, self._seal)
+            batch = changes.encode_batch(taken, self._last_checksum)
             self._unwritten += batch
-            self._seal = changes.seal_of(batch)
+            self._last_checksum = changes.checksum_of(batch)
         if self._end_offset + len(self._unwritten) > self._max_bytes:
             self._give_up()
             return True
@@ -212,7 +212,7 @@ class ChangesFile:
             self._write(directory)
         return self._end_offset > self._max_bytes // 2
 
-    def miss(self) -> None:
+    def batch_failed(self) -> None:
         """Allow the next batch: a scheduled batch was not written."""
         self._log.is_scheduled = False
 
@@ -251,12 +251,12 @@ class ChangesFile:
             return
         data = changes.encode_head(namespace, base)
         if taken:
-            data += changes.encode_batch(taken, changes.seal_of(data))
+            data += changes.encode_batch(taken, changes.checksum_of(data))
         if len(data) > self._max_bytes:
             return
         directory.write_file(CHANGES_NAME, data, self._fsync is not Fsync.NONE)
-        self._end_offset, self._seal = len(data), changes.seal_of(data)
+        self._end_offset, self._last_checksum = len(data), changes.checksum_of(data)
 
     def _give_up(self) -> None:
-        self._seal, self._end_offset, self._unwritten = None, 0, b""
+        self._last_checksum, self._end_offset, self._unwritten = None, 0, b""
         self.has_unwritten = False

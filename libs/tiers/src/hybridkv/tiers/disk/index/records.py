@@ -65,9 +65,10 @@ class RecordTable:
     """All records of a namespace, with the calls of a `TierIndex` and calls for maintenance.
 
     `find`, `reserved`, `in_use` (reserved or pinned) and `movable_in` (committed and unpinned, by address) return
-    copies. `why_not`, `make_room` and `reserve` are the steps of a reservation; the caller checks the room in segments
-    between these steps. `withdraw` is `invalidate` and returns the record. `relocate` moves a committed, unpinned
-    record to another address. `close` refuses later reservations. `restore` adds the records that recovery found.
+    copies. `reserve_refusal`, `make_room` and `reserve` are the steps of a reservation; the caller checks the room in
+    segments between these steps. `withdraw` is `invalidate` and returns the record. `relocate` moves a committed,
+    unpinned record to another address. `close` refuses later reservations. `restore` adds the records that recovery
+    found.
     """
 
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:
@@ -160,7 +161,7 @@ class RecordTable:
 
     # Reservations.
 
-    def why_not(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
+    def reserve_refusal(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
         return self._ledger.why_not(key, cost // PAGE_BYTES, extends)
 
     def count_refusal(self, refusal: Refusal) -> Refusal:

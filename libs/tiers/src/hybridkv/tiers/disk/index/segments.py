@@ -63,7 +63,7 @@ class SegmentStage(enum.Enum):
     READY = "ready"
     OPEN = "open"
     FULL = "full"
-    LEAVING = "leaving"
+    DELETING = "deleting"
     """A chore deletes the segment."""
     STUCK = "stuck"
     """Without live records, but could not be deleted. Uses space. The deletion is retried after a backoff."""
@@ -82,8 +82,8 @@ class Segment:
         "is_sealed",
         "live_bytes",
         "may_be_sealed",
-        "num_used",
-        "num_written",
+        "num_being_written",
+        "num_holding",
         "number",
         "segment_bytes",
         "stage",
@@ -97,9 +97,9 @@ class Segment:
         self.end_offset = SEGMENT_HEAD_BYTES
         self.live_bytes = 0
         """Bytes of records that are not yet freed."""
-        self.num_used = 0
+        self.num_holding = 0
         """Number of records that are pinned, reserved, or the target of a copy: the segment must stay."""
-        self.num_written = 0
+        self.num_being_written = 0
         """Number of records that are reserved or the target of a copy, and may still be written."""
         self.is_moving = False
         """True while compaction copies the records to another segment."""
@@ -112,12 +112,12 @@ class Segment:
     @property
     def is_candidate(self) -> bool:
         """True if compaction may choose this segment: full and unused."""
-        return self.stage is SegmentStage.FULL and not (self.num_used or self.is_moving)
+        return self.stage is SegmentStage.FULL and not (self.num_holding or self.is_moving)
 
     @property
     def is_sealable(self) -> bool:
         """True if every record is whole and the file has no seal yet."""
-        is_settled = self.stage is SegmentStage.FULL and not self.num_written
+        is_settled = self.stage is SegmentStage.FULL and not self.num_being_written
         return is_settled and self.may_be_sealed and not self.is_sealed
 
 
@@ -132,7 +132,7 @@ class SegmentTable:
         self.ready: deque[Segment] = deque()
         self.allocated_bytes = 0
         """Size of all segments on all ranks, including segments that are created or deleted now."""
-        self.num_leaving = 0
+        self.num_deleting = 0
         self.limit_bytes = sizes.data_bytes
         """Limit of `allocated_bytes`. Lower than `data_bytes` while the file system is full or other namespaces leave
         less space."""
@@ -214,7 +214,7 @@ class SegmentTable:
             return True
         if not self.ready or SEGMENT_HEAD_BYTES + cost > self.ready[0].segment_bytes:
             return False
-        return may_take_last or len(self.ready) + self.num_creatable + self.num_leaving >= 2
+        return may_take_last or len(self.ready) + self.num_creatable + self.num_deleting >= 2
 
     def append(self, cost: int) -> int:
         """Append a record and return its address. The caller must check `has_room` first."""
@@ -248,24 +248,24 @@ class SegmentTable:
     def hold(self, address: int, is_writing: bool, count: int = 1) -> None:
         """Count `count` records with a new reader or writer, in the segment of this address."""
         segment = self.of(address)
-        segment.num_used += count
+        segment.num_holding += count
         if is_writing:
-            segment.num_written += count
+            segment.num_being_written += count
             self.written[segment.number] = segment
 
     def release(self, address: int, is_writing: bool, count: int = 1) -> None:
         """Undo `hold`."""
         segment = self.of(address)
-        segment.num_used -= count
+        segment.num_holding -= count
         if is_writing:
-            segment.num_written -= count
-            if not segment.num_written:
+            segment.num_being_written -= count
+            if not segment.num_being_written:
                 del self.written[segment.number]
         if segment is self.open:
             return
-        if (is_writing and not segment.num_written) or not (segment.num_used or segment.live_bytes):
+        if (is_writing and not segment.num_being_written) or not (segment.num_holding or segment.live_bytes):
             self.refile(segment)
-        elif not segment.num_used:  # the last reader has ended; nothing else changed
+        elif not segment.num_holding:  # the last reader has ended; nothing else changed
             self.candidates.changed(segment.number)
             self.revision += self.lacks_candidate
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from hybridkv.tiers.disk.counts import DiskTally
-from hybridkv.tiers.disk.files.locks import TakenError
+from hybridkv.tiers.disk.files.locks import NamespaceTakenError
 from hybridkv.tiers.disk.files.namespace import GONE, Namespace
 from hybridkv.tiers.disk.files.segment_files import SegmentFiles
 from hybridkv.tiers.disk.index.change_log import ChangesFile
@@ -108,21 +108,20 @@ class Retries:
             self._failing[problem] = kind
             logger.warning("disk tier in %s: %s: %s", self._path, problem, error)
 
-    def end(self, kind: type[Chore[Any]]) -> None:
+    def end_early(self, kind: type[Chore[Any]]) -> None:
         """End the backoff early, because conditions changed. Works only once until the kind succeeds."""
         if kind not in self._ended_early and self._until_s.pop(kind, None) is not None:
             self._ended_early.add(kind)
 
-    def forget(self, number: int) -> None:
+    def forget_segment(self, number: int) -> None:
         """End the backoff of a deleted segment."""
         self._until_s.pop(number, None)
 
-    def succeeded(self, kind: type[Chore[Any]], is_all_well: bool = True) -> None:
-        """End the backoff of the kind. `is_all_well`: True if no segment backs off either; then logs the end of the
-        kind's problems."""
+    def succeeded(self, kind: type[Chore[Any]], no_segment_backs_off: bool = True) -> None:
+        """End the backoff of the kind. `no_segment_backs_off`: then logs the end of the kind's problems."""
         self._until_s.pop(kind, None)
         self._ended_early.discard(kind)
-        if not is_all_well:
+        if not no_segment_backs_off:
             return
         for problem in [problem for problem, failing in self._failing.items() if failing is kind]:
             del self._failing[problem]
@@ -169,24 +168,28 @@ class StoreState:
         to the file of changes."""
         self.is_lost = False
         """True if a file may be missing: the file or its directory may have been removed."""
-        self.is_taken = False
+        self.is_taken_over = False
         """True if another engine has or had the namespace open: no more file work, no more stores."""
 
     def note(
-        self, kind: type[Chore[Any]], error: Exception | None, stuck: tuple[int, ...] = (), is_all_well: bool = True
+        self,
+        kind: type[Chore[Any]],
+        error: Exception | None,
+        stuck: tuple[int, ...] = (),
+        no_segment_backs_off: bool = True,
     ) -> None:
         """Update backoffs and flags after the end of a chore. `stuck`: only these segments failed, and other segments
-        may be tried. `is_all_well`: no segment is stuck."""
+        may be tried. `no_segment_backs_off`: no segment is stuck."""
         if error is None:
-            self.retries.succeeded(kind, is_all_well)
+            self.retries.succeeded(kind, no_segment_backs_off)
             return
         self.retries.failed(kind, error, stuck)
         self.is_lost = self.is_lost or getattr(error, "errno", None) in GONE
-        if isinstance(error, TakenError):
+        if isinstance(error, NamespaceTakenError):
             self._end_storing()
 
     def _end_storing(self) -> None:
-        self.is_taken = True
+        self.is_taken_over = True
         self.records.log.close()
         self.segments.close_open()
         self.segments.ready.clear()

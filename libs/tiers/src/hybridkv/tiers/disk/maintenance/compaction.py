@@ -121,13 +121,13 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
 
     def _may_copy(self) -> bool:
         segments = self._state.segments
-        if len(segments.ready) + segments.num_creatable + segments.num_leaving >= self._state.sizes.kept_segments:
+        if len(segments.ready) + segments.num_creatable + segments.num_deleting >= self._state.sizes.kept_segments:
             return False
         if self._state.retries.is_backing_off(Copy) or self._dropper.is_backing_off:
             return False
         if segments.num_creatable and self._maker.is_backing_off:
             return False
-        return self._maker.helps_to_drop
+        return self._maker.deletions_help
 
     def plan(self) -> AnyDueChore | None:
         """Next copy, or a deletion if no live record is left to copy."""

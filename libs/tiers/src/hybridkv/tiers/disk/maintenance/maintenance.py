@@ -56,7 +56,7 @@ class Chores:
 
     def _next(self, storing: tuple[ChoreKind[Any, Any], ...]) -> AnyDueChore | None:
         state = self._state
-        if state.is_taken:
+        if state.is_taken_over:
             return None
         self._maker.raise_limit()
         for kind in (*self._clearing, *(storing if state.is_epoch_written else ())):
@@ -69,7 +69,7 @@ class Chores:
     def is_room_due(self) -> bool:
         """True if a chore that makes room is due. Unlike `next`, plans no copy and evicts nothing."""
         state = self._state
-        if state.is_taken:
+        if state.is_taken_over:
             return False
         self._maker.raise_limit()
         if self._restorer.is_due or self._dropper.plan() is not None:
@@ -86,7 +86,7 @@ class EndedChore(NamedTuple):
 
     due: AnyDueChore
     ending: Ending[Any]
-    is_beside: bool
+    is_delayed: bool
 
 
 class Dispatcher:
@@ -97,15 +97,15 @@ class Dispatcher:
         self._files = files
         self._has_ended = threading.Event()
         self.ended: deque[EndedChore] = deque()
-        """Results for `next_ended`."""
+        """Results for `take_ended`."""
         self.num_running = 0
-        """Number of running chores, without chores of `start_beside`."""
+        """Number of running chores, without chores of `start_delayed`."""
         self.num_making_room = 0
         """Number of running chores that make room."""
 
     @property
     def can_wait(self) -> bool:
-        """True if `start_beside` accepts a delay."""
+        """True if `start_delayed` accepts a delay."""
         return self._janitor is not None and self._janitor.can_wait
 
     def start(self, due: AnyDueChore, then: Callable[[], None] | None = None) -> bool:
@@ -118,16 +118,16 @@ class Dispatcher:
         self.num_making_room -= due.kind.makes_room
         return False
 
-    def start_beside(self, due: AnyDueChore, delay_s: float) -> bool:
+    def start_delayed(self, due: AnyDueChore, delay_s: float) -> bool:
         """Run a chore after a delay, in addition to a running chore. Not counted in `num_running`."""
         return self._janitor is not None and self._janitor.submit_later(
             partial(self._execute, due, True, None), delay_s
         )
 
-    def next_ended(self) -> EndedChore:
+    def take_ended(self) -> EndedChore:
         """Remove and return the first result. The chore no longer counts as running."""
         outcome = self.ended.popleft()
-        if not outcome.is_beside:
+        if not outcome.is_delayed:
             self.num_running -= 1
             self.num_making_room -= outcome.due.kind.makes_room
         return outcome
@@ -144,9 +144,9 @@ class Dispatcher:
         """Start no more chores: the janitor was closed."""
         self._janitor = None
 
-    def _execute(self, due: AnyDueChore, is_beside: bool, then: Callable[[], None] | None) -> None:
+    def _execute(self, due: AnyDueChore, is_delayed: bool, then: Callable[[], None] | None) -> None:
         """Runs in the janitor's thread."""
-        self.ended.append(EndedChore(due, run(due.chore, self._files), is_beside))
+        self.ended.append(EndedChore(due, run(due.chore, self._files), is_delayed))
         self._has_ended.set()
         if then is not None:
             then()
@@ -208,7 +208,7 @@ class Maintenance:
     @property
     def has_unwritten_epoch(self) -> bool:
         """True if the last `start_epoch` is not on disk and this engine may still write it."""
-        return not self.state.is_epoch_written and not self.state.is_taken
+        return not self.state.is_epoch_written and not self.state.is_taken_over
 
     def run_if_needed(self) -> None:
         """`run` if there may be work. Cheap otherwise."""
@@ -221,7 +221,7 @@ class Maintenance:
     def collect(self) -> None:
         """Apply the results of ended chores to the tables."""
         while self._ended:
-            outcome = self._dispatcher.next_ended()
+            outcome = self._dispatcher.take_ended()
             outcome.due.ended(outcome.ending)
 
     def write_changes(self) -> None:
@@ -235,7 +235,7 @@ class Maintenance:
         if delay_s > 0 and not self._dispatcher.can_wait:
             return
         self._log.is_scheduled = True
-        if self._dispatcher.start_beside(DueChore(writer, Log()), delay_s):
+        if self._dispatcher.start_delayed(DueChore(writer, Log()), delay_s):
             writer.planned(delay_s)
         else:
             self._log.is_scheduled = False
@@ -270,7 +270,7 @@ class Maintenance:
         skips changes, seals and snapshot: no record was stored in this epoch.
         """
         self.cancel_snapshot()
-        if self.state.is_taken:
+        if self.state.is_taken_over:
             return
         self._segments.close_open()
         self.collect()

@@ -55,7 +55,7 @@ class SegmentMaker(ChoreKind[Create, None]):
         return self._state.retries.is_backing_off(Create)
 
     @property
-    def helps_to_drop(self) -> bool:
+    def deletions_help(self) -> bool:
         """False if a segment's size was deleted and the file system still has no room."""
         return self._dropped_bytes < self._bytes_on_all_ranks
 
@@ -156,9 +156,9 @@ class SegmentDropper(ChoreKind[Drop, None]):
         segments = self._state.segments
         for number in chore.numbers:
             segment = segments.by_number[number]
-            segment.stage = SegmentStage.LEAVING
+            segment.stage = SegmentStage.DELETING
             segments.refile(segment)
-        segments.num_leaving += len(chore.numbers)
+        segments.num_deleting += len(chore.numbers)
 
     def ended(self, chore: Drop, ending: Ending[None]) -> None:
         state, segments = self._state, self._state.segments
@@ -167,20 +167,20 @@ class SegmentDropper(ChoreKind[Drop, None]):
         for number in chore.numbers:
             segment = segments.by_number[number]
             segment.stage = SegmentStage.STUCK if may_be_stuck else SegmentStage.FULL
-            segments.num_leaving -= 1
+            segments.num_deleting -= 1
             if number in left:
                 segments.refile(segment)
             else:
                 segments.remove(segment)
                 self._state.records.drop_segment(segment.number)
-                state.retries.forget(number)
+                state.retries.forget_segment(number)
                 self._maker.dropped(segment.segment_bytes)
                 state.tally.add("segments_dropped")
         if len(left) < len(chore.numbers):
-            state.retries.end(Create)
-            state.retries.end(WriteEpoch)
+            state.retries.end_early(Create)
+            state.retries.end_early(WriteEpoch)
         # With more undeletable segments than `_most_stuck`, the whole kind backs off, not single segments.
-        state.note(Drop, ending.error, left if may_be_stuck else (), is_all_well=not segments.stuck)
+        state.note(Drop, ending.error, left if may_be_stuck else (), no_segment_backs_off=not segments.stuck)
 
     def _may_be_stuck(self, left: tuple[int, ...], error: Exception | None) -> bool:
         """True if these segments may become STUCK. False if there are too many, the file system is read-only, or the

@@ -36,7 +36,7 @@ class Log(Chore[bool]):
 
     def fail(self, files: StoreFiles) -> None:
         """Allow the next batch."""
-        files.changes.miss()
+        files.changes.batch_failed()
 
 
 class ChangeWriter(ChoreKind[Log, bool]):
@@ -51,8 +51,8 @@ class ChangeWriter(ChoreKind[Log, bool]):
     @property
     def has_work(self) -> bool:
         """True if changes wait and may be written now."""
-        is_behind = self._log.is_waiting or self._file.has_unwritten
-        return is_behind and not self._state.is_taken and not self._state.retries.is_backing_off(Log)
+        is_behind = self._log.has_changes or self._file.has_unwritten
+        return is_behind and not self._state.is_taken_over and not self._state.retries.is_backing_off(Log)
 
     def plan(self) -> AnyDueChore | None:
         return DueChore(self, Log()) if self.has_work else None
@@ -196,7 +196,7 @@ class SnapshotWriter(ChoreKind[Save, bool]):
     def apply(self, chore: Save, ending: Ending[bool]) -> None:
         state, is_written = self._state, ending.value is True
         if is_written:
-            state.retries.end(Log)
+            state.retries.end_early(Log)
         state.tally.add("snapshots", int(is_written))
         # A start does not read a snapshot of an earlier epoch.
         state.is_snapshot_wanted = not is_written or chore.epoch != state.epoch

@@ -152,7 +152,7 @@ class DiskMedium:
     def _submit(self, ticket: Ticket, key: Key, slot: Slot, buffers: Sequence[Buffer], is_store: bool) -> None:
         try:
             views = [view for view in byte_views(buffers) if len(view)]
-            failure = _why_not_move(key, slot, views, is_store)
+            failure = _move_failure(key, slot, views, is_store)
         except (TypeError, ValueError, BufferError) as error:
             failure = Failure(FailureReason.IO, f"{'source' if is_store else 'destination'}: {error}")
         if failure is None:
@@ -164,7 +164,7 @@ class DiskMedium:
                 self._refused.append(Completion(ticket, failure))
 
 
-def _why_not_move(key: Key, slot: Slot, views: list[memoryview], is_store: bool) -> Failure | None:
+def _move_failure(key: Key, slot: Slot, views: list[memoryview], is_store: bool) -> Failure | None:
     num_bytes = sum(map(len, views))
     if len(slot.extents) != 1 or slot.num_bytes <= 0:
         return Failure(FailureReason.IO, f"expected a slot of one extent with bytes, got {slot.extents}")
@@ -358,7 +358,7 @@ class Runner:
             elif outcome == _FAILED:
                 self._failed(tag, _error(number), segment)
             else:
-                self._move_ended(tag, Completion(operation.ticket, self._why_not(outcome, operation, page)))
+                self._move_ended(tag, Completion(operation.ticket, self._outcome_failure(outcome, operation, page)))
 
     def _failed(self, tag: int, error: OSError, segment: OpenSegment) -> None:
         operation = self._in_flight[tag].operation
@@ -373,7 +373,7 @@ class Runner:
             self._cache.forget(number_of(operation.address))
         self._move_ended(tag, Completion(operation.ticket, failure_of(operation, error)))
 
-    def _why_not(self, outcome: int, operation: DiskOperation, page: bytes) -> Failure:
+    def _outcome_failure(self, outcome: int, operation: DiskOperation, page: bytes) -> Failure:
         if outcome == _CANCELLED:
             return CLOSED
         if outcome == _OTHER_HEADER:

@@ -60,7 +60,7 @@ from hybridkv.tiers.disk.recovery.scanner import (
     next_free_number,
     read_headers,
     search_all,
-    searches_behind,
+    searches_from,
     sort_out,
 )
 from hybridkv.tiers.files.directory import LARGEST_SMALL_FILE_BYTES, is_fatal_at_open
@@ -127,7 +127,7 @@ def replay(records: FoundRecords, key_at: dict[int, Key], changes: Iterable[Chan
     return placed
 
 
-def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: Iterable[Key]) -> None:
+def drop_missing(end_of: Mapping[int, int], records: FoundRecords, doubtful: Iterable[Key]) -> None:
     """Drop doubtful records that are outside of the present segments. `end_of`: sizes of the segments by number."""
     for key in doubtful:
         record = records.get(key)
@@ -176,33 +176,33 @@ def recover(namespace: NamespaceFiles, max_metadata_bytes: int, max_records: int
     headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
     segments, useless, unavailable = sort_out(headers, epoch)
-    named = _read_names(namespace, epoch, segments, _MetadataBounds(max_metadata_bytes, max_records))
+    listed = _read_listed(namespace, epoch, segments, _MetadataBounds(max_metadata_bytes, max_records))
     withdrawals = _read_journal(namespace, max_metadata_bytes)
     next_number = max(
         next_free_number(headers, epoch),
         max((number_of(entry.bound) + 1 for entry in withdrawals), default=0),
-        named.frontier.next_number if named.frontier is not None else 0,
+        listed.frontier.next_number if listed.frontier is not None else 0,
     )
     if next_number > LARGEST_FIRST_NUMBER:
         return _restart_numbers(namespace, headers, epoch)
     searches = [SegmentSearch(segment, (), SEGMENT_HEAD_BYTES) for segment in segments]
-    if named.frontier is not None:
-        searches = searches_behind(named.frontier, segments)
-    num_searched = _add_found(namespace, searches, named.records)
-    num_withdrawn = _remove_withdrawn(named.records, withdrawals)
-    is_all_named = not num_searched and not num_withdrawn
+    if listed.frontier is not None:
+        searches = searches_from(listed.frontier, segments)
+    num_searched = _add_found(namespace, searches, listed.records)
+    num_withdrawn = _remove_withdrawn(listed.records, withdrawals)
+    is_all_listed = not num_searched and not num_withdrawn
     return FoundStore(
         epoch,
         is_new_epoch,
         segments,
         useless,
         unavailable,
-        named.records,
+        listed.records,
         next_number,
         withdrawals,
         num_searched,
-        named.num_changes,
-        named.resume_at if is_all_named else None,
+        listed.num_changes,
+        listed.resume_at if is_all_listed else None,
     )
 
 
@@ -253,7 +253,7 @@ class _MetadataBounds(NamedTuple):
     num_records: int
 
 
-class _Named(NamedTuple):
+class _Listed(NamedTuple):
     """Records that the snapshot and the changes list."""
 
     records: FoundRecords
@@ -263,23 +263,25 @@ class _Named(NamedTuple):
     resume_at: changes.Decoded | None
 
 
-def _read_names(namespace: NamespaceFiles, epoch: int, segments: list[FoundSegment], bounds: _MetadataBounds) -> _Named:
+def _read_listed(
+    namespace: NamespaceFiles, epoch: int, segments: list[FoundSegment], bounds: _MetadataBounds
+) -> _Listed:
     data = _read_metadata(namespace, SNAPSHOT_NAME, bounds.file_bytes)
     saved = None if data is None else snapshot.decode(data, namespace.digest, bounds.num_records)
     if data is not None and saved is None:
         logger.warning("%s: the snapshot is damaged; reading every segment", namespace.path)
     if data is None or saved is None or saved.epoch != epoch:
-        return _Named(FoundRecords(), None, 0, None)
+        return _Listed(FoundRecords(), None, 0, None)
     since = _read_changes(namespace, snapshot.checksum_of(data), bounds.file_bytes)
     end_of = {segment.number: segment.segment_bytes for segment in segments}
-    records, doubtful = _named(saved, end_of)
+    records, doubtful = _listed(saved, end_of)
     if since is not None and since.changes:
         doubtful |= replay(records, keys_at(saved, since.changes), since.changes)
-    keep_those_in(end_of, records, doubtful)
+    drop_missing(end_of, records, doubtful)
     if since is None:
-        return _Named(records, frontier_of(saved, ()), 0, None)
+        return _Listed(records, frontier_of(saved, ()), 0, None)
     frontier = frontier_of(saved, since.changes)
-    return _Named(records, frontier, len(since.changes), since if since.is_whole and not frontier.pending else None)
+    return _Listed(records, frontier, len(since.changes), since if since.is_whole and not frontier.pending else None)
 
 
 def _read_changes(namespace: NamespaceFiles, base: bytes, max_bytes: int) -> changes.Decoded | None:
@@ -330,7 +332,7 @@ def _remove_withdrawn(records: FoundRecords, withdrawals: list[JournalEntry]) ->
     return len(covered)
 
 
-def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
+def _listed(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
     """Records of a snapshot, and the keys of records outside of the present segments."""
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)

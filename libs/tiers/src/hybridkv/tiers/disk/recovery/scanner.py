@@ -191,7 +191,7 @@ class SegmentSearch(NamedTuple):
     """The search reads all bytes from this offset to the end of the segment."""
 
 
-def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[SegmentSearch]:
+def searches_from(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[SegmentSearch]:
     """Searches for unlisted records at and after the frontier."""
     pending: dict[int, list[int]] = {}
     for address in sorted(frontier.pending):

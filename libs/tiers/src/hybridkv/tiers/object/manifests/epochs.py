@@ -16,10 +16,10 @@ from hybridkv.tiers.object.bodies import ReadMemoryLimit, read_body
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.manifests.loop import StoreLoop
-from hybridkv.tiers.object.manifests.reader import Collection
+from hybridkv.tiers.object.manifests.reader import StoredCache
 from hybridkv.tiers.object.names import epoch_name, namespace_of
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.store import prove
+from hybridkv.tiers.object.store import check_store
 
 if TYPE_CHECKING:
     from hybridkv.tiers.object.store import Store
@@ -62,18 +62,18 @@ class EpochTracker:
     """Tracks the current epoch of a cache, and if the store can be written.
 
     Args:
-        collection: the cache in the store.
+        stored_cache: the cache in the store.
         options: limits.
         loop: event loop of the requests.
         on_changed: called on the loop when another engine has begun an epoch.
     """
 
     def __init__(
-        self, collection: Collection, options: ObjectOptions, loop: StoreLoop, on_changed: Callable[[], None]
+        self, stored_cache: StoredCache, options: ObjectOptions, loop: StoreLoop, on_changed: Callable[[], None]
     ) -> None:
-        self._store = collection.store
-        self._seals = collection.seals
-        self._cache = collection.cache
+        self._store = stored_cache.store
+        self._seals = stored_cache.seals
+        self._cache = stored_cache.cache
         self._options = options
         self._loop = loop
         self._on_changed = on_changed
@@ -124,7 +124,7 @@ class EpochTracker:
         while not self._loop.is_closed:
             try:
                 if not self.takes_objects:
-                    self._note(await self._prove())
+                    self._note(await self._check_store())
                 epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
                 self._enter(epoch)
                 if epoch < self._epoch:  # the mark expired or was overwritten
@@ -152,10 +152,10 @@ class EpochTracker:
             logger.warning("the object store cannot be written, so it is only read: %s", refused)
         self._is_only_read = not self.takes_objects
 
-    async def _prove(self) -> str | None:
+    async def _check_store(self) -> str | None:
         """Reason why the store cannot be written, or None. Raises if it cannot be used and was never read."""
         try:
-            return await self._loop.call(prove, self._store, self._cache)
+            return await self._loop.call(check_store, self._store, self._cache)
         except TierConfigurationError as error:
             if self.manifest_namespace is None:
                 raise

@@ -13,12 +13,12 @@ from functools import partial
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.object.client import EpochChanged, News, StoreCounts
+from hybridkv.tiers.object.client import ClientEvent, EpochChanged, StoreCounts
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.format.manifest import ManifestNode
 from hybridkv.tiers.object.manifests.epochs import EpochTracker
 from hybridkv.tiers.object.manifests.loop import StoreLoop
-from hybridkv.tiers.object.manifests.reader import Collection, ManifestReader
+from hybridkv.tiers.object.manifests.reader import ManifestReader, StoredCache
 from hybridkv.tiers.object.manifests.renewer import ManifestRenewer
 from hybridkv.tiers.object.manifests.search import ManifestSearcher
 from hybridkv.tiers.object.manifests.writer import ManifestWriter
@@ -36,7 +36,7 @@ class ManifestStore:
     """Manifest store of one engine.
 
     Args:
-        collection: the cache in the store.
+        stored_cache: the cache in the store.
         options: limits.
         clock: clock of the index.
 
@@ -44,29 +44,29 @@ class ManifestStore:
         TierConfigurationError: `capacity_bytes` is set for a store that is not a directory.
     """
 
-    def __init__(self, collection: Collection, options: ObjectOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, stored_cache: StoredCache, options: ObjectOptions, clock: Callable[[], float]) -> None:
         self._options = options
         self._clock = clock
-        self.events: deque[News] = deque()
+        self.events: deque[ClientEvent] = deque()
         self._sweeper: CapacitySweeper | None = None
         if options.capacity_bytes is not None:
-            self._sweeper = self._new_sweeper(collection, options.capacity_bytes)
+            self._sweeper = self._new_sweeper(stored_cache, options.capacity_bytes)
         self._loop = StoreLoop()
-        self._reader = ManifestReader(collection, options, clock)
-        self._epochs = EpochTracker(collection, options, self._loop, self._on_epoch_changed)
-        self._renewer = ManifestRenewer(collection, options, self._reader, self._epochs, self._loop, clock)
-        self._writer = ManifestWriter(collection, options, self._reader, self._renewer, self._epochs, self._loop)
+        self._reader = ManifestReader(stored_cache, options, clock)
+        self._epochs = EpochTracker(stored_cache, options, self._loop, self._on_epoch_changed)
+        self._renewer = ManifestRenewer(stored_cache, options, self._reader, self._epochs, self._loop, clock)
+        self._writer = ManifestWriter(stored_cache, options, self._reader, self._renewer, self._epochs, self._loop)
         self._searcher = ManifestSearcher(
             options, self._reader, self._epochs, self._loop, clock, self._on_read, self.events.append
         )
         self._taken = StoreCounts()
         """Counts at the last `take_counts`."""
 
-    def _new_sweeper(self, collection: Collection, capacity_bytes: int) -> CapacitySweeper:
-        if not isinstance(collection.store, DirectoryStore):
+    def _new_sweeper(self, stored_cache: StoredCache, capacity_bytes: int) -> CapacitySweeper:
+        if not isinstance(stored_cache.store, DirectoryStore):
             raise TierConfigurationError("capacity_bytes", "a file: URL", "a store with expiry rules of its own")
-        clock_ahead = partial(clock_ahead_s, collection.store, collection.cache)
-        return CapacitySweeper(collection.store, capacity_bytes, clock_ahead, lambda: self._loop.is_closed)
+        clock_ahead = partial(clock_ahead_s, stored_cache.store, stored_cache.cache)
+        return CapacitySweeper(stored_cache.store, capacity_bytes, clock_ahead, lambda: self._loop.is_closed)
 
     # On the engine's thread.
 

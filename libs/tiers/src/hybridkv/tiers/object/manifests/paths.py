@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
-from hybridkv.tiers.object.names import is_boundary, prefix_of, tag_of
+from hybridkv.tiers.object.names import is_manifest_point, prefix_of, tag_of
 from hybridkv.tiers.object.packs import Stored
 
 MAX_NODES = 131_072
@@ -78,10 +78,10 @@ class Paths:
                     self._put(step, part)
             before = node.prefix
 
-    def ends(self, prefixes: Sequence[bytes], boundary_every: int) -> list[bytes]:
-        """Prefixes that need a manifest: boundaries, and prefixes that no other given prefix extends."""
+    def manifest_prefixes(self, prefixes: Sequence[bytes], manifest_every: int) -> list[bytes]:
+        """Prefixes that need a manifest: manifest points, and prefixes that no other given prefix extends."""
         followed = {self._steps[prefix].before for prefix in prefixes}
-        return [prefix for prefix in prefixes if prefix not in followed or is_boundary(prefix, boundary_every)]
+        return [prefix for prefix in prefixes if prefix not in followed or is_manifest_point(prefix, manifest_every)]
 
     def up_to(self, prefix: bytes) -> list[ManifestNode] | None:
         """The stored chunks of a path, from its beginning to this prefix. None if a needed part is unknown: a manifest
@@ -106,7 +106,7 @@ class Paths:
             if step.is_learned:
                 step.needed |= {tag_of(key)}
 
-    def behind(self, prefix: bytes, last: bytes, boundary_every: int) -> list[bytes]:
+    def manifest_prefixes_between(self, prefix: bytes, last: bytes, manifest_every: int) -> list[bytes]:
         """Prefixes with manifests from `prefix` to `last`, both included, in reverse order."""
         ends = [last]
         at = self._steps.get(last)
@@ -115,7 +115,7 @@ class Paths:
                 break
             last = at.before
             at = self._steps.get(last)
-            if is_boundary(last, boundary_every):
+            if is_manifest_point(last, manifest_every):
                 ends.append(last)
         return ends
 

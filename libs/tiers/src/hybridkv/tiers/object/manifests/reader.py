@@ -74,7 +74,7 @@ class Quarantine(Generic[K, V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class StoredCache:
     """One cache of a fleet in a store.
 
     Args:
@@ -94,15 +94,15 @@ class ManifestReader:
     """Reads manifests. Keeps lists of bad versions of manifests and bad places of chunks. Used on one event loop.
 
     Args:
-        collection: the cache in the store.
+        stored_cache: the cache in the store.
         options: limits.
         clock: seconds.
     """
 
-    def __init__(self, collection: Collection, options: ObjectOptions, clock: Callable[[], float]) -> None:
-        self._store = collection.store
-        self._seals = collection.seals
-        self._world_size = collection.world_size
+    def __init__(self, stored_cache: StoredCache, options: ObjectOptions, clock: Callable[[], float]) -> None:
+        self._store = stored_cache.store
+        self._seals = stored_cache.seals
+        self._world_size = stored_cache.world_size
         self._options = options
         self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(MAX_REQUESTS)
@@ -112,11 +112,11 @@ class ManifestReader:
         self._bad_places: Quarantine[tuple[str, int], bool] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """Places with wrong or missing bytes, by pack and offset."""
 
-    def distrust(self, name: str, tag: str | None) -> None:
+    def distrust(self, name: str, etag: str | None) -> None:
         """Do not read this version again for a while: its content is unusable, even if its seal is right."""
         log = logger.debug if self._bad else logger.warning
         log("a manifest in the object store is not what this fleet writes; this host leaves it alone: %s", name)
-        self._bad.add(name, tag or "")
+        self._bad.add(name, etag or "")
 
     def trust(self, name: str) -> None:
         """Undo `distrust`, because a manifest was rewritten, or read without errors."""
@@ -152,13 +152,13 @@ class ManifestReader:
 
         unlike = None if is_again else self._bad.get(name) or None
         try:
-            body, tag = await self._sealed(name, unlike, is_ranged=False)
+            body, etag = await self._sealed(name, unlike, is_ranged=False)
             if body is None:
                 body = await self._sealed_otherwise(name)
         except (FileNotFoundError, NotModifiedError):
             return None
         if body is None:
-            self.distrust(name, tag)
+            self.distrust(name, etag)
         else:
             self.trust(name)
         return body
@@ -172,7 +172,7 @@ class ManifestReader:
             ) as body,
         ):
             holds = body.data is not None and is_sealed(self._seals, name, body.data)
-            return body if holds else None, body.tag
+            return body if holds else None, body.etag
 
     async def _sealed_otherwise(self, name: str) -> ObjectBody | None:
         try:

@@ -13,8 +13,8 @@ from hybridkv.tiers.object.format.manifest import ManifestNode
 from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalCounts, RenewalPace
 from hybridkv.tiers.object.manifests.epochs import EpochTracker
 from hybridkv.tiers.object.manifests.loop import StoreLoop
-from hybridkv.tiers.object.manifests.reader import Collection, ManifestReader
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, is_boundary, manifest_name
+from hybridkv.tiers.object.manifests.reader import ManifestReader, StoredCache
+from hybridkv.tiers.object.names import MANIFEST_EVERY, is_manifest_point, manifest_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.store import clock_ahead_s
 
@@ -30,7 +30,7 @@ class ManifestRenewer:
     """Reports uses to a `KeepAlive`, and runs its renewals. Does nothing if objects live forever.
 
     Args:
-        collection: the cache in the store.
+        stored_cache: the cache in the store.
         options: limits.
         reader: reads manifests.
         epochs: namespace of the manifests.
@@ -40,15 +40,15 @@ class ManifestRenewer:
 
     def __init__(
         self,
-        collection: Collection,
+        stored_cache: StoredCache,
         options: ObjectOptions,
         reader: ManifestReader,
         epochs: EpochTracker,
         loop: StoreLoop,
         clock: Callable[[], float],
     ) -> None:
-        self._store = collection.store
-        self._cache = collection.cache
+        self._store = stored_cache.store
+        self._cache = stored_cache.cache
         self._life_s = options.renewal_life_s
         self._reader = reader
         self._epochs = epochs
@@ -59,10 +59,10 @@ class ManifestRenewer:
         self._renewal: asyncio.Task[None] | None = None
         self._keep_alive: KeepAlive | None = None
         if self._life_s is not None:
-            is_local = isinstance(collection.store, DirectoryStore)
+            is_local = isinstance(stored_cache.store, DirectoryStore)
             pace = RenewalPace(self._life_s, options.renewals_per_s * (_LOCAL_RENEWALS if is_local else 1))
             self._keep_alive = KeepAlive(
-                self._store, self._cache, collection.world_size, pace, self._manifest_bytes, self._clock_ahead, clock
+                self._store, self._cache, stored_cache.world_size, pace, self._manifest_bytes, self._clock_ahead, clock
             )
 
     # On the engine's thread.
@@ -94,11 +94,11 @@ class ManifestRenewer:
             self._renew()
 
     def on_read(self, path: Sequence[bytes]) -> None:
-        """Record that the manifest of the last prefix was read. Each boundary before it has a manifest too."""
+        """Record that the manifest of the last prefix was read. Each manifest point before it has a manifest too."""
         namespace = self._epochs.manifest_namespace
         if self._keep_alive is None or namespace is None or not path:
             return
-        used = [prefix for prefix in path[:-1] if is_boundary(prefix, BOUNDARY_EVERY)]
+        used = [prefix for prefix in path[:-1] if is_manifest_point(prefix, MANIFEST_EVERY)]
         used.append(path[-1])
         for prefix in used:
             self._keep_alive.found(prefix, manifest_name(namespace, prefix))

@@ -19,7 +19,7 @@ from hybridkv.tiers.object.format.manifest import ManifestNode
 from hybridkv.tiers.object.manifests.epochs import EpochTracker
 from hybridkv.tiers.object.manifests.loop import StoreLoop
 from hybridkv.tiers.object.manifests.reader import ManifestReader
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, is_boundary, manifest_name, prefix_of
+from hybridkv.tiers.object.names import MANIFEST_EVERY, is_manifest_point, manifest_name, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace
 
@@ -28,9 +28,9 @@ MAX_SEARCHING = 32
 MAX_SEARCHING_FOR_STORES = 8
 """Limit of concurrent searches before stores, which are included in `MAX_SEARCHING`."""
 MAX_PROBES = 16
-"""Limit of manifests read in one round of a search for the last boundary with a manifest."""
+"""Limit of manifests read in one round of a search for the last manifest point with a manifest."""
 MAX_TAIL_PROBES = 32
-"""Limit of manifests read after that boundary, where a path may have ended at any prefix."""
+"""Limit of manifests read after that manifest point, where a path may have ended at any prefix."""
 
 Found = TypeVar("Found")
 Read = Callable[[Sequence[bytes]], Awaitable[Sequence[Found | None]]]
@@ -38,33 +38,33 @@ Read = Callable[[Sequence[bytes]], Awaitable[Sequence[Found | None]]]
 
 
 async def find_last(
-    prefixes: Sequence[bytes], read: Read[Found], boundary_every: int, max_probes: int, max_tail_probes: int
+    prefixes: Sequence[bytes], read: Read[Found], manifest_every: int, max_probes: int, max_tail_probes: int
 ) -> tuple[bytes, Found] | None:
     """Find the last prefix of a path with a manifest, and this manifest, in few rounds of reads.
 
-    A stored path has manifests at its boundaries, which every reader can compute, and at its end. If a boundary has a
-    manifest, the search assumes that all earlier boundaries have manifests too, so each round cuts the search range.
-    After the last boundary with a manifest, every prefix up to the next boundary is a candidate.
+    A stored path has manifests at its manifest points, which every reader can compute, and at its end. If a manifest
+    point has a manifest, the search assumes that all earlier ones have manifests too, so each round cuts the search
+    range. After the last manifest point with a manifest, every prefix up to the next manifest point is a candidate.
 
     Args:
         prefixes: prefixes of one path, in order.
         read: reads one round of manifests.
-        boundary_every: average number of prefixes for one boundary.
+        manifest_every: average number of prefixes for one manifest point.
         max_probes: limit of reads in one round.
-        max_tail_probes: limit of candidates after that boundary. The last candidates are read.
+        max_tail_probes: limit of candidates after that manifest point. The last candidates are read.
     """
-    boundaries = [place for place, prefix in enumerate(prefixes) if is_boundary(prefix, boundary_every)]
+    points = [place for place, prefix in enumerate(prefixes) if is_manifest_point(prefix, manifest_every)]
     found: tuple[bytes, Found] | None = None
-    low, high = -1, len(boundaries)
+    low, high = -1, len(points)
     while high - low > 1:
         probes = _spread(low + 1, high, max_probes)
-        answers = await read([prefixes[boundaries[probe]] for probe in probes])
+        answers = await read([prefixes[points[probe]] for probe in probes])
         for probe, answer in zip(probes, answers, strict=True):
             if answer is not None:
-                low, found = probe, (prefixes[boundaries[probe]], answer)
+                low, found = probe, (prefixes[points[probe]], answer)
         high = next((probe for probe in probes if probe > low), high)
-    first = boundaries[low] + 1 if low >= 0 else 0
-    stop = boundaries[high] if high < len(boundaries) else len(prefixes)
+    first = points[low] + 1 if low >= 0 else 0
+    stop = points[high] if high < len(points) else len(prefixes)
     tail = prefixes[max(first, stop - max_tail_probes) : stop]
     if tail:
         for prefix, answer in zip(tail, await read(tail), strict=True):
@@ -169,7 +169,7 @@ class ManifestSearcher:
         found = await find_last(
             prefixes,
             lambda wanted: self._probe_all(search, {prefix: places_of[prefix] for prefix in wanted}),
-            BOUNDARY_EVERY,
+            MANIFEST_EVERY,
             MAX_PROBES,
             MAX_TAIL_PROBES,
         )
@@ -214,5 +214,5 @@ class ManifestSearcher:
             return []
         path = self._reader.decoded(name, prefix, body)
         if path is None:
-            self._reader.distrust(name, body.tag)
+            self._reader.distrust(name, body.etag)
         return path or []

@@ -14,9 +14,9 @@ from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, encod
 from hybridkv.tiers.object.manifests.epochs import EpochTracker
 from hybridkv.tiers.object.manifests.loop import StoreLoop
 from hybridkv.tiers.object.manifests.paths import MAX_NODES, Paths
-from hybridkv.tiers.object.manifests.reader import Collection, ManifestReader, is_all_in, is_in
+from hybridkv.tiers.object.manifests.reader import ManifestReader, StoredCache, is_all_in, is_in
 from hybridkv.tiers.object.manifests.renewer import ManifestRenewer
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, manifest_name, prefix_of
+from hybridkv.tiers.object.names import MANIFEST_EVERY, manifest_name, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Stored
 
@@ -30,7 +30,7 @@ class ManifestWriter:
     """Writes manifests. Used on one event loop.
 
     Args:
-        collection: the cache in the store.
+        stored_cache: the cache in the store.
         options: limits.
         reader: reads existing manifests.
         renewer: renews the written manifests.
@@ -40,16 +40,16 @@ class ManifestWriter:
 
     def __init__(
         self,
-        collection: Collection,
+        stored_cache: StoredCache,
         options: ObjectOptions,
         reader: ManifestReader,
         renewer: ManifestRenewer,
         epochs: EpochTracker,
         loop: StoreLoop,
     ) -> None:
-        self._store = collection.store
-        self._seals = collection.seals
-        self._world_size = collection.world_size
+        self._store = stored_cache.store
+        self._seals = stored_cache.seals
+        self._world_size = stored_cache.world_size
         self._options = options
         self._reader = reader
         self._renewer = renewer
@@ -73,7 +73,7 @@ class ManifestWriter:
         stored = [each for each in stored if is_in(each.place.pack, namespace)]
         self._renewer.on_stored({each.place.pack for each in stored})
         own = {each.key: each.place.pack for each in stored}
-        ends = self._paths.ends(self._paths.add(stored), BOUNDARY_EVERY)
+        ends = self._paths.manifest_prefixes(self._paths.add(stored), MANIFEST_EVERY)
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
             path = self._paths.up_to(prefix)
@@ -90,7 +90,7 @@ class ManifestWriter:
         self._paths.forget(key, place.pack)
         if not place.source:
             return
-        for end in self._paths.behind(prefix_of(key), place.source, BOUNDARY_EVERY):
+        for end in self._paths.manifest_prefixes_between(prefix_of(key), place.source, MANIFEST_EVERY):
             self._unpublished[end] = None
 
     def clear(self) -> None:

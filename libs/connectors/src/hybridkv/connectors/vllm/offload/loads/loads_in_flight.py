@@ -237,7 +237,7 @@ class LoadsInFlight:
             self._admission.give_back(request_id)
         culprits = {failure.key for failure in in_flight.failures if failure.key is not None}
         for key in self._suspect_keys(in_flight, culprits):
-            self._stack.withdraw(key)
+            self._stack.invalidate_primary(key)
         self._stack.unpin_all(reversed(in_flight.keys))
         self._local.free(request_id)
         num_ranks = self._layout.world_size

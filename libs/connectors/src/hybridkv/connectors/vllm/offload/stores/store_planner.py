@@ -265,7 +265,7 @@ class StorePlanner:
     ) -> _Path:
         """The chunks of `prefix` and others, in `path_order`. `keys` has the keys of the others."""
         spec, others = self._layout.spec, path_order(self._layout.spec, others)
-        num_held = self._stack.leading_secondary(prefix.keys)
+        num_held = self._stack.leading_cascading(prefix.keys)
         if not others or not prefix.parts or others[0][1] > prefix.parts[-1][1]:
             order = [*prefix.parts, *others]
             ordered_keys = [*prefix.keys, *(keys[part] for part in others)]
@@ -387,12 +387,12 @@ class StorePlanner:
         queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
-        if not stack.secondary or stack.in_all_secondaries(list(chain.keys.values())):
+        if not stack.secondary or stack.in_all_eager_secondaries(list(chain.keys.values())):
             return
         order = path_order(spec, chain.keys)
         keys = [chain.keys[part] for part in order]
         for part, key, extends in zip(order, keys, extended_keys(spec, order, keys), strict=True):
-            if not stack.missing_in_secondary(key):
+            if not stack.missing_in_cascading(key):
                 continue
             if stack.in_primary(key):
                 stack.cascade(key, extends, is_reuse=False)
