@@ -492,14 +492,16 @@ def test_a_channel_without_a_socket_closes(server: ScriptedServer, monkeypatch: 
 
 
 def test_a_call_ends_if_its_send_raises(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    channel = _channel(server)
+    is_cut = threading.Event()
+    channel = Channel(server.address.host, server.address.port, on_cut=is_cut.set)
 
     def fail(sock: object, parts: object, flags: int = 0) -> None:
         raise zmq.ZMQError(errno.ENOMEM)
 
     monkeypatch.setattr(zmq.Socket, "send_multipart", fail)
-    found = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end), TIMEOUT_S)
-    assert found == CallFailure(CallFailureReason.TIMEOUT, "ping"), "the server may have the call"
+    found = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, end), 2 * TIMEOUT_S)
+    assert found == CallFailure(CallFailureReason.LOST, "ping"), "the server may have the call"
+    assert is_cut.wait(TIMEOUT_S)
     assert eventually(lambda: not channel.num_open)
     assert channel.close(TIMEOUT_S)
 

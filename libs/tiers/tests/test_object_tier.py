@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,15 @@ from object_depots import (  # noqa: E402
 from object_engines import FULL, WINDOW, Engine, chunks_of, last_is_named, path_of  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
-from hybridkv.tiers import BatchedMedium, FailureReason, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
+from hybridkv.tiers import (  # noqa: E402
+    BatchedMedium,
+    Completion,
+    FailureReason,
+    Slot,
+    Ticket,
+    TierConfigurationError,
+    TierMedium,
+)
 from hybridkv.tiers.object import ObjectMedium, open_index  # noqa: E402
 from hybridkv.tiers.object import medium as object_medium  # noqa: E402
 from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
@@ -264,6 +272,54 @@ def test_a_bug_in_a_load_ends_each_operation_once(
     assert [completion.ticket for completion in completions] == [0, 1, 2]
     failed = [completion.failure is not None for completion in completions]
     assert failed == [number >= num_good for number in range(3)]
+    medium.close()
+    index.close()
+
+
+def test_a_bug_at_the_start_of_a_read_ends_no_operation_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That thread still writes into the operation's memory."""
+    one_chunk_a_pack = patient(pack_bytes=1)  # so that each load is a read
+    index, medium = index_at(tmp_path, one_chunk_a_pack), medium_at(tmp_path, one_chunk_a_pack)
+    keys = path_of(2)
+    slots = [index.reserve(key, CHUNK_BYTES) for key in keys]
+    for number, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        assert isinstance(slot, Slot)
+        medium.store(Ticket(number), key, slot, [bytes(CHUNK_BYTES)])
+    assert medium.drain(TIMEOUT_S) and len(medium.poll()) == 2
+    digests, submit, may_read, calls = (
+        object_medium.view_digests,
+        medium._pool.submit,
+        threading.Event(),
+        iter(range(9)),
+    )
+
+    def wait_and_digest(chunks: Sequence[list[memoryview]]) -> list[bytes]:
+        assert may_read.wait(TIMEOUT_S)
+        return digests(chunks)
+
+    has_failed = threading.Event()
+
+    def fail_at_the_second_read(work: Callable[[], None]) -> None:
+        if next(calls) == 2:
+            has_failed.set()
+            raise KeyError
+        submit(work)
+
+    monkeypatch.setattr(object_medium, "view_digests", wait_and_digest)
+    monkeypatch.setattr(medium._pool, "submit", fail_at_the_second_read)
+    for number, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+        assert isinstance(slot, Slot)
+        medium.load(Ticket(number), key, slot, [bytearray(CHUNK_BYTES)])
+    assert not medium.drain(0.1) and has_failed.wait(TIMEOUT_S)
+    assert medium.poll() == []
+    may_read.set()
+    ended: list[Completion] = []
+    patience.wait_until(lambda: ended.extend(medium.poll()) or ended, "the first read ends")
+    assert not medium.drain(0.1)
+    ended += medium.poll()
+    assert [completion.failure for completion in ended] == [None]
     medium.close()
     index.close()
 

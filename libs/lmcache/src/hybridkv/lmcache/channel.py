@@ -306,7 +306,6 @@ class Channel:
             )
             return
         uid = next(self._uids).to_bytes(8, "big")
-        # Registered before it is sent, so that the call ends at its deadline if the socket raises another error.
         self._open_calls[uid] = open_call
         self._due_s = min(self._due_s, open_call.until_s)
         try:
@@ -316,6 +315,10 @@ class Channel:
         except zmq.Again:
             del self._open_calls[uid]
             heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(open_call)))
+        except Exception:  # a part of the call may be sent, so the connection is unusable
+            self._drop()
+            self._on_cut()
+            raise
 
     def _expire(self, now_s: float) -> None:
         for uid in [uid for uid, open_call in self._open_calls.items() if open_call.until_s <= now_s]:

@@ -155,6 +155,7 @@ class ObjectMedium(RemoteMedium):
         for move in moves:
             by_pack.setdefault(move.slot.pack, []).append(move)
         runs = [(pack, run) for pack, wanted in by_pack.items() for run in self._runs(wanted)]
+        moves.clear()  # from here on, only the thread of its run ends a move: it writes the move's memory
         for pack, run in runs:
             self._submit(self._read, pack, run)
 

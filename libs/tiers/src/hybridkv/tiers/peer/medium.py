@@ -61,7 +61,7 @@ class PeerMedium(RemoteMedium):
             return
         try:
             load = PeerLoad(ticket, key, slot, views, self._clock())
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             self._end(Completion(ticket, Failure(FailureReason.IO, f"the slot is not a place at a peer: {error}")))
             return
         self._inbox.put(lambda: self._reader.begin(load))

@@ -128,7 +128,8 @@ class PeerReader:
         self._waiting.append(load)
 
     def step(self) -> None:
-        """Make progress on all loads. Loads still end at their timeouts if the transport or the node raises."""
+        """Make progress on all loads. Loads still end at their timeouts if `progress` or the node raises. If a transfer
+        cannot be released, its load does not end, because the transfer may still write the load's memory."""
         try:
             self._transport.progress()
             if self._waiting:

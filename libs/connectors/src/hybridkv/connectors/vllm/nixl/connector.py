@@ -1,6 +1,6 @@
 """HybridNixlConnector: implements vLLM's connector interface.
 
-Each process has one half of the connector: the scheduler's or the worker's. The connector forwards each call to this
+Each instance has one half of the connector: the scheduler's or the worker's. The instance forwards each call to this
 half and decides nothing: `scheduler.py` decides about hand-overs and reads, and `worker.py` moves bytes. Methods of the
 interface that are not here keep the base class's default.
 

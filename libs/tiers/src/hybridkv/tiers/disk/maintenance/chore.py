@@ -117,11 +117,11 @@ class Retries:
         """End the backoff of a deleted segment."""
         self._until_s.pop(number, None)
 
-    def succeeded(self, kind: type[Chore[Any]], no_segment_backs_off: bool = True) -> None:
-        """End the backoff of the kind. `no_segment_backs_off`: then logs the end of the kind's problems."""
+    def succeeded(self, kind: type[Chore[Any]], no_segment_is_stuck: bool = True) -> None:
+        """End the backoff of the kind. `no_segment_is_stuck`: then logs the end of the kind's problems."""
         self._until_s.pop(kind, None)
         self._ended_early.discard(kind)
-        if not no_segment_backs_off:
+        if not no_segment_is_stuck:
             return
         for problem in [problem for problem, failing in self._failing.items() if failing is kind]:
             del self._failing[problem]
@@ -176,12 +176,12 @@ class StoreState:
         kind: type[Chore[Any]],
         error: Exception | None,
         stuck: tuple[int, ...] = (),
-        no_segment_backs_off: bool = True,
+        no_segment_is_stuck: bool = True,
     ) -> None:
         """Update backoffs and flags after the end of a chore. `stuck`: only these segments failed, and other segments
-        may be tried. `no_segment_backs_off`: no segment is stuck."""
+        may be tried. `no_segment_is_stuck`: no segment is stuck."""
         if error is None:
-            self.retries.succeeded(kind, no_segment_backs_off)
+            self.retries.succeeded(kind, no_segment_is_stuck)
             return
         self.retries.failed(kind, error, stuck)
         self.is_lost = self.is_lost or getattr(error, "errno", None) in GONE

@@ -180,7 +180,7 @@ class SegmentDropper(ChoreKind[Drop, None]):
             state.retries.end_early(Create)
             state.retries.end_early(WriteEpoch)
         # With more undeletable segments than `_most_stuck`, the whole kind backs off, not single segments.
-        state.note(Drop, ending.error, left if may_be_stuck else (), no_segment_backs_off=not segments.stuck)
+        state.note(Drop, ending.error, left if may_be_stuck else (), no_segment_is_stuck=not segments.stuck)
 
     def _may_be_stuck(self, left: tuple[int, ...], error: Exception | None) -> bool:
         """True if these segments may become STUCK. False if there are too many, the file system is read-only, or the
