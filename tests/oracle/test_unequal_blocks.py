@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks import corrupt_blocks
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
+from hybridkv.connectors.vllm.multi import connector as multi_connector
+from oracle.block_store import block_store
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
@@ -30,7 +32,7 @@ from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
 BLOCK = 32
 
@@ -148,7 +150,7 @@ def test_the_engine_does_not_resume_from_a_misplaced_state_either(mix: Mix) -> N
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_undetected_misplaced_states_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CorruptBlocks, "_misfiled", lambda *arguments: [])
+    monkeypatch.setattr(corrupt_blocks, "misfiled_blocks", lambda *arguments: [])
     with pytest.raises(CorruptionError, match="alone"):
         check(mix, 300, whole=True)
 
@@ -173,7 +175,7 @@ def test_a_producer_offers_no_tokens_computed_after_a_misplaced_state(
 ) -> None:
     """The second prompt would resume at 40 tokens, which the engine takes for 64."""
     if not is_guarded:
-        monkeypatch.setattr(CorruptBlocks, "_misfiled", lambda *arguments: [])
+        monkeypatch.setattr(corrupt_blocks, "misfiled_blocks", lambda *arguments: [])
     extra = {"weights_digest": "oracle", **CALM}
     base = settings_of(BLOCK + 8)
     producer, consumer = (
@@ -193,20 +195,52 @@ def test_a_producer_offers_no_tokens_computed_after_a_misplaced_state(
                     pair.drain()
 
 
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
+def test_another_connector_below_ours_stores_no_misplaced_state(
+    is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HybridMultiConnector hands the steps over without these states."""
+    if not is_guarded:
+        monkeypatch.setattr(multi_connector, "misfiled_blocks", lambda *arguments: [])
+    mix, restored_tokens, num_wrong = unequal(4), 0, 0
+    for seed in range(12):
+        store = block_store(mix)
+        children = [
+            {
+                "kv_connector": store.name,
+                "kv_connector_module_path": store.module_path,
+                "kv_connector_extra_config": {**store.extra_config, "load_weight": 10.0},
+            },
+            {"kv_connector": CONNECTOR, "kv_connector_extra_config": {**EXTRA, "checkpoints": "off"}},
+        ]
+        connector = Connector(MULTI_CONNECTOR, {"connectors": children, "lookup_timeout_seconds": 0})
+        settings = replace(settings_of(STEPS[seed % len(STEPS)]), connector=connector)
+        try:
+            restored_tokens += play(mix, settings, (70, 100, 150), seed, keeps=False).restored_tokens
+        except CorruptionError as wrong:
+            if "alone" not in str(wrong):
+                raise
+            num_wrong += 1
+    if is_guarded:
+        assert restored_tokens > 0 and num_wrong == 0
+    else:
+        assert num_wrong > 0
+
+
 def test_no_state_is_dropped_where_blocks_have_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although all of them are checked."""
     looked_at = dropped = 0
-    misfiled = CorruptBlocks._misfiled
+    misfiled_blocks = corrupt_blocks.misfiled_blocks
 
-    def counting(wrong: CorruptBlocks, output: Any) -> list[int]:
+    def counting(output: Any, groups: Container[int]) -> list[int]:
         nonlocal looked_at, dropped
-        found = misfiled(wrong, output)
+        found = misfiled_blocks(output, groups)
         looked_at += sum(map(len, compat.boundary_states(output).values()))
         dropped += len(found)
         return found
 
-    monkeypatch.setattr(CorruptBlocks, "_misfiled", counting)
-    monkeypatch.setattr(corrupt_blocks, "groups_with_misfiled_states", lambda config, layout: frozenset({0, 1, 2}))
+    monkeypatch.setattr(corrupt_blocks, "misfiled_blocks", counting)
+    monkeypatch.setattr(corrupt_blocks, "groups_with_misfiled_states", lambda config, groups: frozenset({0, 1, 2}))
     check(unequal(BLOCK), 15, keeps=True)
     check(QWEN3_NEXT, 15, keeps=True)
     assert looked_at > 100

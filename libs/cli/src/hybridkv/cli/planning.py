@@ -115,7 +115,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         if config.secondary:
             configuration_facts(vllm_config, config.identity_ignores)
         startup = startup_report(vllm_config, config, layout)
-        misfiled = misfiled_warning(CONNECTOR, vllm_config, layout)
+        misfiled = misfiled_warning(CONNECTOR, vllm_config, layout.spec.groups)
     max_model_len = vllm_config.model_config.max_model_len
     warnings: list[SettingProblem | str] = [*found, *filter(None, [misfiled]), *startup.warnings]
     warnings += _room_warnings(startup, max_model_len)

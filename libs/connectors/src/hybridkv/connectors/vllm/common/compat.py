@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +175,22 @@ def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[
     """Recurrent states that the scheduler hands over in this step: for each request, (group, block id, tokens)."""
     block_state = scheduler_output.kv_connector_block_state
     return block_state.boundary_state_offloads if block_state is not None else {}
+
+
+@contextmanager
+def with_boundary_states(
+    scheduler_output: SchedulerOutput, states: Mapping[str, list[tuple[int, int, int]]]
+) -> Iterator[None]:
+    """Meanwhile, the step hands over these states. The step must have a block state.
+
+    The step is changed, not copied, because a connector may write attributes of a step.
+    """
+    before = scheduler_output.kv_connector_block_state
+    scheduler_output.kv_connector_block_state = dataclasses.replace(before, boundary_state_offloads=dict(states))
+    try:
+        yield
+    finally:
+        scheduler_output.kv_connector_block_state = before
 
 
 def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,15 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.base.connector_base import ConnectorBase
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import (
+    groups_with_misfiled_states,
+    misfiled_blocks,
+    misfiled_warning,
+    without_states,
+)
 from hybridkv.connectors.vllm.common.events import AnnouncedBlocks
+from hybridkv.connectors.vllm.common.layout import group_specs
 from hybridkv.connectors.vllm.common.specs.resumable import warn_other_connectors
 from hybridkv.connectors.vllm.common.start_checks import check_start
 from hybridkv.connectors.vllm.multi.children import (
@@ -73,10 +81,17 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._set_children(build_children(classes, role, kv_cache_config, admission, prefill_stops))
         self._scheduler_stores = SchedulerStoresInFlight()
         self._announced_blocks = AnnouncedBlocks()
+        groups = group_specs(kv_cache_config)
+        self._groups_with_misfiled_states = groups_with_misfiled_states(vllm_config, groups)
+        self._block_pool: BlockPool | None = None
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
             others = [child.config.name for child in classes if child.config.connector != CONNECTOR]
             warn_other_connectors(vllm_config, kv_cache_config, others)
+            if self._groups_with_misfiled_states and not any(
+                isinstance(each, ConnectorBase) for each in self._connectors
+            ):
+                logger.warning("%s", misfiled_warning("HybridMultiConnector", vllm_config, groups))
             sizes = LoadSizes(kv_cache_config, vllm_config.parallel_config.world_size)
             timeout_s = config.lookup_timeout_s
             self._scheduler = Selector(self._children, timeout_s, sizes, admission, time.monotonic, prefill_stops)
@@ -103,11 +118,13 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache_manager = kv_cache_manager
+        self._block_pool = kv_cache_manager.block_pool
         self._selector().bind_block_pool(kv_cache_manager.block_pool)
         for each in self._connectors:
             each.bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._block_pool = gpu_block_pool
         self._selector().bind_block_pool(gpu_block_pool)
         for each in self._connectors:
             each.bind_gpu_block_pool(gpu_block_pool)
@@ -132,7 +149,11 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         return self._selector().hit_sources(request, num_external_tokens, self._cache_hit_source)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        children = tuple(each.build_connector_meta(scheduler_output) for each in self._connectors)
+        groups = self._groups_with_misfiled_states
+        misfiled = misfiled_blocks(scheduler_output, groups) if groups else ()
+        if misfiled and self._block_pool is not None:
+            compat.evict_cached_blocks(self._block_pool, misfiled)
+        children = tuple(self._metadata_of(each, scheduler_output, misfiled) for each in self._connectors)
         step_metadata = self._selector().plan_step(scheduler_output)
         return MultiMetadata(
             children,
@@ -141,6 +162,15 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
             is_measured=step_metadata.is_measured,
             sync_children=step_metadata.sync_children,
         )
+
+    def _metadata_of(
+        self, child: KVConnectorBase_V1, scheduler_output: SchedulerOutput, misfiled: Sequence[int]
+    ) -> KVConnectorMetadata:
+        if not misfiled or isinstance(child, ConnectorBase):
+            return child.build_connector_meta(scheduler_output)
+        # hybridkv's connectors do not store misfiled states. Other connectors would store them, and load them later.
+        with without_states(scheduler_output, misfiled):
+            return child.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta

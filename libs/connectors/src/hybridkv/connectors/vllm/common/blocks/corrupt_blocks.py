@@ -30,7 +30,8 @@ from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.planner import GroupKind, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from hybridkv.connectors.vllm.common.layout import CacheLayout
     from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
+    from hybridkv.planner import GroupSpec
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
@@ -54,13 +56,46 @@ def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozen
     return larger
 
 
-def groups_with_misfiled_states(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
+def groups_with_misfiled_states(vllm_config: VllmConfig, groups: Sequence[GroupSpec]) -> frozenset[int]:
     """RECURRENT groups with blocks inside which the engine may end a prefill."""
     cut_tokens = compat.prefill_cut_tokens(vllm_config)
     return frozenset(
         index
-        for index, group in enumerate(layout.spec.groups)
+        for index, group in enumerate(groups)
         if group.kind is GroupKind.RECURRENT and group.block_tokens > cut_tokens
+    )
+
+
+def misfiled_blocks(output: SchedulerOutput, groups: Container[int]) -> list[int]:
+    """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
+
+    The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside this
+    step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. A state of a boundary
+    before the chunk is correct: accepted drafts have passed this boundary, and the state comes from the worker.
+
+    Args:
+        output: step of the engine.
+        groups: groups that may have such states, see `groups_with_misfiled_states`.
+    """
+    handed_over = compat.boundary_states(output)
+    if not handed_over:
+        return []
+    chunks = compat.computed_tokens(output)
+    blocks = []
+    for request_id, states in handed_over.items():
+        start, end = chunks.get(request_id, (0, 0))
+        blocks += [block_id for group, block_id, boundary in states if group in groups and start < boundary < end]
+    return blocks
+
+
+def without_states(output: SchedulerOutput, block_ids: Container[int]) -> AbstractContextManager[None]:
+    """Meanwhile, the step does not hand over the states in these blocks."""
+    return compat.with_boundary_states(
+        output,
+        {
+            request_id: [state for state in states if state[1] not in block_ids]
+            for request_id, states in compat.boundary_states(output).items()
+        },
     )
 
 
@@ -85,18 +120,20 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
         vllm_config: configuration of the engine's scheduler.
         layout: layout of the engine's groups.
     """
-    warning = misfiled_warning(connector, vllm_config, layout)
+    warning = misfiled_warning(connector, vllm_config, layout.spec.groups)
     if warning:
         logger.warning("%s", warning)
-    return SuspectGroups(partly_copied_groups(vllm_config, layout), groups_with_misfiled_states(vllm_config, layout))
+    return SuspectGroups(
+        partly_copied_groups(vllm_config, layout), groups_with_misfiled_states(vllm_config, layout.spec.groups)
+    )
 
 
-def misfiled_warning(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> str:
-    """Warning about misfiled states; "" if this engine has none. Arguments as for `suspect_groups`."""
-    misfiled = groups_with_misfiled_states(vllm_config, layout)
+def misfiled_warning(connector: str, vllm_config: VllmConfig, groups: Sequence[GroupSpec]) -> str:
+    """Warning about misfiled states; "" if this engine has none. `groups`: specs of the engine's groups."""
+    misfiled = groups_with_misfiled_states(vllm_config, groups)
     if not misfiled:
         return ""
-    sizes = ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled))
+    sizes = ", ".join(str(groups[index].block_tokens) for index in sorted(misfiled))
     return (
         f"{connector}: RECURRENT groups {sorted(misfiled)} have larger blocks ({sizes} tokens) than another group "
         f"({compat.prefill_cut_tokens(vllm_config)}). This version of vLLM may end prefill inside such a block and "
@@ -169,7 +206,8 @@ class CorruptBlocks:
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
-        misfiled = self._misfiled(output) if self.suspects.with_misfiled_states else ()
+        groups = self.suspects.with_misfiled_states
+        misfiled = misfiled_blocks(output, groups) if groups else ()
         if not copies and not misfiled and not self._corrupt:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
@@ -189,28 +227,6 @@ class CorruptBlocks:
             compat.evict_cached_blocks(self._pool, misfiled)
         for block_id in misfiled:
             self._add(block_id)
-
-    def _misfiled(self, output: SchedulerOutput) -> list[int]:
-        """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
-
-        The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside
-        this step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. A state of a
-        boundary before the chunk is correct: accepted drafts have passed this boundary, and the state comes from the
-        worker.
-        """
-        handed_over = compat.boundary_states(output)
-        if not handed_over:
-            return []
-        chunks = compat.computed_tokens(output)
-        blocks = []
-        for request_id, states in handed_over.items():
-            start, end = chunks.get(request_id, (0, 0))
-            blocks += [
-                block_id
-                for group, block_id, boundary in states
-                if group in self.suspects.with_misfiled_states and start < boundary < end
-            ]
-        return blocks
 
     def _hash(self, block_id: int) -> Any:
         return None if self._pool is None else self._pool.blocks[block_id].block_hash
