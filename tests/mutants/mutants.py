@@ -160,6 +160,13 @@ MUTANTS: Final = (
         "//libs/connectors:connectors_test",
     ),
     Mutant(
+        "such states are handed to connectors of other projects",
+        f"{_CONNECTORS}/multi/connector.py",
+        "if not misfiled or isinstance(child, ConnectorBase):",
+        "if not misfiled or child is not None:",
+        "//tests/oracle:oracle_test",
+    ),
+    Mutant(
         "the prefix of a failed load is still offered",
         f"{_CONNECTORS}/offload/loads/loads_in_flight.py",
         "doubted = culprits | set(self._prefix_keys(in_flight))",
