@@ -116,7 +116,7 @@ def test_a_retrained_adapter_at_the_same_path_is_another_adapter(directory: Path
 def load_adapter(life: Life, lora: Any) -> None:
     """Run a short request with the adapter, and wait until the adapter's files are read."""
     life.ask(prompt()[:16], lora)
-    assert life.engine.connector._scheduler._identity.adapters.settle(60)
+    assert life.engine.connector._scheduler._identity.adapters.wait_until_idle(60)
 
 
 def test_a_cache_written_by_another_instruction_set_is_not_used(

@@ -52,7 +52,7 @@ class AdapterEngine:
         self.count += 1
         self.engine.submit(f"request {self.count}", PROMPT, 2, lora, model)
         self.engine.drain()
-        assert self.adapters.settle(SOON_S)
+        assert self.adapters.wait_until_idle(SOON_S)
         return self.engine.restored_tokens - before
 
 

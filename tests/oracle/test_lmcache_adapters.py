@@ -76,7 +76,7 @@ class AdapterEngine:
         self.engine.submit(f"request {self.count}", PROMPT, 2, lora, model)
         self.engine.drain()
         require_idle(self.engine)
-        assert scheduler_of(self.engine)._identity.adapters.settle(SOON_S)
+        assert scheduler_of(self.engine)._identity.adapters.wait_until_idle(SOON_S)
         # A completed store becomes readable a moment later.
         assert self.server.is_at_rest(), self.server.held()
         return self.engine.restored_tokens - before

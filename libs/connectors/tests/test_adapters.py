@@ -42,7 +42,7 @@ class Engine:
     def current_version(self, lora: LoRARequest, is_alone: bool = True) -> AdapterVersion | None:
         """Answer to the second request; the first one makes the files be read."""
         self.adapters.on_request(lora)
-        assert self.adapters.settle(SOON_S)
+        assert self.adapters.wait_until_idle(SOON_S)
         return self.adapters.current_version(lora, is_alone)
 
 
@@ -60,7 +60,7 @@ def key(adapter_version: AdapterVersion | None) -> bytes:
 def test_an_adapter_has_no_version_before_its_files_are_read(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
     assert engine.adapters.current_version(lora, True) is None
-    assert engine.adapters.settle(SOON_S)
+    assert engine.adapters.wait_until_idle(SOON_S)
     assert engine.adapters.current_version(lora, True) is not None
 
 
@@ -180,7 +180,7 @@ def test_a_replaced_parent_directory_is_noticed(
     write(tmp_path / "new" / "a", b"retrain")
     lora = request(tmp_path / "all" / "a")
     engine.adapters.on_request(lora)
-    assert engine.adapters.settle(SOON_S)
+    assert engine.adapters.wait_until_idle(SOON_S)
     if is_forgotten:
         monkeypatch.setattr(module, "MAX_ADAPTERS", 1)
         engine.adapters.on_request(request(tmp_path, 2))
@@ -197,7 +197,7 @@ def test_files_written_just_before_they_were_read_are_in_doubt(tmp_path: Path) -
     lora = request(tmp_path / "a", in_place=True)
     for _ in range(2):
         adapters.on_request(lora)
-        assert adapters.settle(SOON_S)
+        assert adapters.wait_until_idle(SOON_S)
         assert adapters.current_version(lora, True) is None
 
 
@@ -241,7 +241,7 @@ def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: py
     for _ in range(5):
         assert not engine.adapters.is_still_valid(adapter_version)
     gate.set()
-    assert engine.adapters.settle(SOON_S)
+    assert engine.adapters.wait_until_idle(SOON_S)
     assert len(num_looks) == 1
 
 

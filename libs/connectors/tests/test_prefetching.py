@@ -378,7 +378,7 @@ def test_a_prefetch_with_an_adapter_waits_until_its_files_are_read(
     scheduler = scheduler_over(secondary)
     request = hinting(lora_request(tmp_path / "a"))
     tracked = scheduler.track(request)
-    assert scheduler._identity.adapters.settle(SOON_S)
+    assert scheduler._identity.adapters.wait_until_idle(SOON_S)
     assert scheduler._requests.identify(tracked)
     put(secondary, tracked.keys().key(0, 8))
     if not is_trusted:

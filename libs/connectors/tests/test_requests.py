@@ -206,7 +206,7 @@ def test_an_adapter_is_checked_again_while_the_request_waits(tmp_path: Path) -> 
     scheduler, request = new_scheduler(), lora_request(tmp_path / "a")
     adapters, requests = scheduler._identity.adapters, scheduler._requests
     tracked = requests.track(request)
-    assert adapters.settle(SOON_S)
+    assert adapters.wait_until_idle(SOON_S)
     assert requests.identify(tracked)
     kept = tracked.request_keys
     assert requests.identify(tracked) and tracked.request_keys is kept
@@ -232,7 +232,7 @@ def test_a_request_that_loads_in_place_runs_alone_on_its_adapter(
     scheduler = new_scheduler()
     requests, adapters = scheduler._requests, scheduler._identity.adapters
     tracked = requests.track(lora_request(tmp_path / "a", in_place=True))
-    assert adapters.settle(SOON_S)
+    assert adapters.wait_until_idle(SOON_S)
     assert requests.identify(tracked)
     path = tmp_path / other.pop("path")
     requests.track(lora_request(path, "other", **other))
@@ -247,7 +247,7 @@ def test_an_adapter_is_identified_at_allocation_if_not_looked_up(
     """An engine that only stores looks nothing up; after a request has begun it is too late."""
     scheduler, request = new_scheduler(Role(loads=False)), lora_request(tmp_path / "a")
     tracked = scheduler.track(request)
-    assert scheduler._identity.adapters.settle(SOON_S)
+    assert scheduler._identity.adapters.wait_until_idle(SOON_S)
     request.num_computed_tokens = computed_tokens
     scheduler.on_allocated(request, SimpleNamespace(blocks=()), 0)  # type: ignore[arg-type]
     assert (tracked.request_keys is not None) is is_known
@@ -260,7 +260,7 @@ def test_stores_that_end_together_cost_one_check_of_the_adapter(
     scheduler, num_looks, look = new_scheduler(), [], module.signature
     requests, adapters = scheduler._requests, scheduler._identity.adapters
     states = [requests.track(lora_request(tmp_path / "a", name)) for name in "abc"]
-    assert adapters.settle(SOON_S) and all(requests.identify(tracked) for tracked in states)
+    assert adapters.wait_until_idle(SOON_S) and all(requests.identify(tracked) for tracked in states)
 
     def counting(path: str) -> Signature:
         num_looks.append(path)

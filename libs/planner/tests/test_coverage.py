@@ -102,13 +102,13 @@ def test_the_blocks_of_parts_with_one_layout_are_those_of_their_spans(cache: Cac
         span, size = chunk_span(cache, index, end), cache.groups[index].block_tokens
         expected = range(span.start // size, -(-span.end // size)) if span.num_tokens else range(0)
         assert chunk_blocks(cache, index, end) == expected
-        alike, first = cache.alike_parts[index], (end - cache.chunk_tokens) // size
+        alike, first = cache.uniform_chunk_blocks[index], (end - cache.chunk_tokens) // size
         assert alike is None or range(first + alike.start, first + alike.stop) == expected
 
 
 def test_parts_have_one_layout_unless_blocks_are_cut_or_attention_chunks_end_inside() -> None:
-    assert spec(GroupKind.FULL).alike_parts == (range(4),)
-    assert spec(GroupKind.WINDOW, window_tokens=18).alike_parts == (range(2, 4),)
-    assert spec(GroupKind.RECURRENT).alike_parts == (range(3, 4),)
-    assert spec(GroupKind.CHUNKED, align_tokens=100).alike_parts == (None,)
-    assert spec(GroupKind.FULL, chunk_tokens=8, part_tokens=8).alike_parts == (None,)
+    assert spec(GroupKind.FULL).uniform_chunk_blocks == (range(4),)
+    assert spec(GroupKind.WINDOW, window_tokens=18).uniform_chunk_blocks == (range(2, 4),)
+    assert spec(GroupKind.RECURRENT).uniform_chunk_blocks == (range(3, 4),)
+    assert spec(GroupKind.CHUNKED, align_tokens=100).uniform_chunk_blocks == (None,)
+    assert spec(GroupKind.FULL, chunk_tokens=8, part_tokens=8).uniform_chunk_blocks == (None,)

@@ -287,7 +287,7 @@ def test_a_store_moves_the_blocks_of_each_wanted_chunk(spec: CacheSpec, data: st
     assert plan.transfers(spec.chunk_tokens) == tuple(expected)
     if not unwanted:
         # Chunks with the same layout need one run, not one transfer each.
-        alike = [index for index in spec.stored_groups if spec.alike_parts[index] is not None]
+        alike = [index for index in spec.stored_groups if spec.uniform_chunk_blocks[index] is not None]
         assert all(sum(run.group_index == index for run in plan.runs) <= 1 for index in alike)
 
 

@@ -109,9 +109,9 @@ assert begun.wait({TIMEOUT_S})
 
 def test_a_background_thread_makes_calls_in_order_and_keeps_their_results() -> None:
     thread = BackgroundThread("test-thread")
-    assert not thread.is_started and thread.settle(0.0)
+    assert not thread.is_started and thread.wait_until_idle(0.0)
     outcomes = [thread.submit(partial(divmod, 1, divisor)) for divisor in (1, 0)]
-    assert thread.settle(TIMEOUT_S)
+    assert thread.wait_until_idle(TIMEOUT_S)
     [first, second] = outcomes
     assert first is not None and first.is_done and first.value == (1, 0)
     assert second is not None and isinstance(second.error, ZeroDivisionError)

@@ -81,7 +81,7 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
     neighbours.
     """
     block_tokens, chunk = spec.groups[group_index].block_tokens, spec.chunk_tokens
-    alike = spec.alike_parts[group_index]
+    alike = spec.uniform_chunk_blocks[group_index]
     if alike is not None and end_token > 0 and end_token % chunk == 0:
         before = (end_token - chunk) // block_tokens
         return range(before + alike.start, before + alike.stop)

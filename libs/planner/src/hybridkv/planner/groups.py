@@ -150,18 +150,18 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: for the cached
         return tuple(i for i in self.stored_groups if self.chunk_tokens % self.groups[i].block_tokens)
 
     @functools.cached_property
-    def alike_parts(self) -> tuple[range | None, ...]:
+    def uniform_chunk_blocks(self) -> tuple[range | None, ...]:
         """For each group, which blocks of a chunk are stored, if the answer is the same for every chunk. Block 0 is the
         chunk's first block.
 
         None if chunks can differ (CHUNKED groups, groups with cut blocks), and for SCRATCH groups.
         """
         return tuple(
-            self._alike_part(group) if i in self.stored_groups and i not in self.cut_groups else None
+            self._uniform_blocks(group) if i in self.stored_groups and i not in self.cut_groups else None
             for i, group in enumerate(self.groups)
         )
 
-    def _alike_part(self, group: GroupSpec) -> range | None:
+    def _uniform_blocks(self, group: GroupSpec) -> range | None:
         num_blocks = self.chunk_tokens // group.block_tokens
         if group.kind is GroupKind.FULL:
             return range(num_blocks)

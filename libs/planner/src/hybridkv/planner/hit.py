@@ -90,7 +90,7 @@ def longest_hit(
     limiting: int | None = None
     if boundary > computed_tokens:
         search = _HitSearch(spec, computed_tokens, lookup, ranges)
-        boundary, limiting = search.settle(boundary)
+        boundary, limiting = search.longest_boundary(boundary)
         if boundary > computed_tokens:
             return Pending(boundary) if search.is_pending(boundary) else Hit(boundary)
     return _miss(spec, num_tokens, computed_tokens, limiting)
@@ -123,7 +123,7 @@ class _HitSearch:
         self._bounding: int | None = None
         """FULL group that lowered the boundary in the last `_lower` of another group; None if no FULL group did."""
 
-    def settle(self, boundary: int) -> tuple[int, int | None]:
+    def longest_boundary(self, boundary: int) -> tuple[int, int | None]:
         """Longest boundary that no group rules out, and the group that ruled out the last boundary above it."""
         limiting = self._spec.first_full
         if limiting is not None and not self._has_first_chunk(limiting, boundary):

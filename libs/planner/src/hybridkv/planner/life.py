@@ -17,7 +17,7 @@ A request sends async lookups for all chunks that no nearer tier holds. Then a s
 boundary is the end of the hit if all unanswered lookups count as misses; the possible boundary, if all find their
 chunks. The request waits only while the tokens between the two are expected to save more time than the rest of the
 wait takes. So a short new prompt does not wait for a round trip, and no request waits for a tier that answers after the
-deadline.
+deadline. This comparison is only for lookups. A promotion from a disk, whose hit is known, has only a deadline.
 """
 
 from math import inf

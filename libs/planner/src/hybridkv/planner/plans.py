@@ -186,7 +186,7 @@ def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: S
     chunk, block_tokens = spec.chunk_tokens, spec.groups[group_index].block_tokens
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
     ids, num_blocks = tuple(table[first.start : last.stop]), len(first)
-    if spec.alike_parts[group_index] is None:
+    if spec.uniform_chunk_blocks[group_index] is None:
         for end_token in ends:
             stored = chunk_blocks(spec, group_index, end_token)
             own = ids[stored.start - first.start : stored.stop - first.start]

@@ -125,7 +125,7 @@ class BackgroundThread:
         outcome: Outcome[Result] = Outcome()
         return outcome if self.post(lambda: outcome.run(call)) else None
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until all earlier queued calls have run, delayed calls excluded. False on a timeout, or if the queue is
         full or the thread is closed."""
         if self._thread is None:

@@ -164,7 +164,7 @@ class DiskIndex(SyncLookups):
         self._records.abort(key)
         if record is not None:
             self._journal.withdraw(record)
-            self._maintenance.look_for_missing_files()
+            self._maintenance.schedule_missing_file_check()
         self._maintenance.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
@@ -175,7 +175,7 @@ class DiskIndex(SyncLookups):
         self._maintenance.collect()
         is_withdrawn = self._journal.quarantine(key, str(reason))
         if reason == FailureReason.MISSING:
-            self._maintenance.look_for_missing_files()
+            self._maintenance.schedule_missing_file_check()
         self._maintenance.run()
         return is_withdrawn
 

@@ -12,14 +12,14 @@ from typing import Generic, Protocol, TypeVar
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.ledger.states import E
 
-OrderedE = TypeVar("OrderedE")
+EntryT = TypeVar("EntryT")
 
 
-class EvictionPolicy(Protocol[OrderedE]):
+class EvictionPolicy(Protocol[EntryT]):
     """Chooses the next key to evict among the tracked keys. The cost of a call does not depend on the number of tracked
     keys."""
 
-    def track(self, key: Key, entry: OrderedE, *, is_next: bool = False) -> None:
+    def track(self, key: Key, entry: EntryT, *, is_next: bool = False) -> None:
         """Add a key as the most recently used key, or with `is_next` as the next key to evict. The key must not be
         tracked yet."""
         ...
@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol[OrderedE]):
         """Mark keys as used, in order. Ignores untracked keys, and returns their number."""
         ...
 
-    def pick(self) -> tuple[Key, OrderedE]:
+    def pick(self) -> tuple[Key, EntryT]:
         """Remove and return the next key to evict. `LookupError` if there is none."""
         ...
 

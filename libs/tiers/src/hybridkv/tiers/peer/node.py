@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 INCOMPATIBLE_RETRY_FACTOR = 60
 """Factor on `retry_s` for an incompatible peer. The node retries, because the peer may restart with other settings."""
-SELF = "is this engine itself: skipped"
+SELF_MESSAGE = "is this engine itself: skipped"
 """Logged if a connection leads back to this process."""
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
@@ -127,7 +127,7 @@ class PeerNode:
     ) -> None:
         self._loop = loop
         self._description = identity.description
-        self._describe = Describe(messages.encode_description(identity.description), identity.capability)
+        self._describe_message = Describe(messages.encode_description(identity.description), identity.capability)
         self._incoming, self._outgoing = callbacks.incoming, callbacks.outgoing
         self._options = options
         self._clock = clock
@@ -253,7 +253,7 @@ class PeerNode:
     # Outgoing connections, on the loop's thread.
 
     def _on_opened(self, link: LinkId) -> None:
-        self._loop.send(link, self._describe)
+        self._loop.send(link, self._describe_message)
 
     def _on_message(self, peer: _Peer, link: LinkId, message: Message) -> None:
         if isinstance(message, Describe) and not peer.is_ready:
@@ -294,10 +294,10 @@ class PeerNode:
             pause_s = self._options.retry_s * (INCOMPATIBLE_RETRY_FACTOR if was_incompatible or is_self else 1)
             peer.link, peer.is_ready, peer.is_incompatible, peer.queued = None, False, False, {}
             peer.retry_s, peer.has_failed = self._clock() + pause_s, not was_ready
-        if is_self and peer.last_logged != SELF:
-            peer.last_logged = SELF
+        if is_self and peer.last_logged != SELF_MESSAGE:
+            peer.last_logged = SELF_MESSAGE
             if self._may_log(peer):
-                logger.info("peer %s:%d %s", *peer.address, SELF)
+                logger.info("peer %s:%d %s", *peer.address, SELF_MESSAGE)
         elif not was_incompatible and not is_self and reason is not CloseReason.DONE:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
             self._warn_once(peer, f"the connection ended: {reason}{hint}")
@@ -323,7 +323,7 @@ class PeerNode:
 
     def _on_incoming_opened(self, link: LinkId, _: str) -> None:
         self._described[link] = False
-        self._loop.send(link, self._describe)
+        self._loop.send(link, self._describe_message)
 
     def _on_incoming_message(self, link: LinkId, message: Message) -> None:
         is_known = self._described.get(link, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -230,6 +230,16 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, i
         for request_id, number in scheduler_output.num_scheduled_tokens.items()
         if request_id in starts
     }
+
+
+def preempted_ids(scheduler_output: SchedulerOutput) -> Collection[str]:
+    """Ids of the requests that this step preempts."""
+    return scheduler_output.preempted_req_ids or ()
+
+
+def finished_ids(scheduler_output: SchedulerOutput) -> Collection[str]:
+    """Ids of the requests that have finished since the previous step."""
+    return scheduler_output.finished_req_ids or ()
 
 
 def evict_cached_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:

@@ -175,7 +175,7 @@ class CacheLayout:
         content = tuple(sum(layer.page_bytes for layer in layers) for layers in self.layers)
         object.__setattr__(self, "_block_bytes", sizes)  # sets a field of a frozen dataclass
         object.__setattr__(self, "_content_bytes", content)
-        parts = zip(self.spec.alike_parts, sizes, strict=True)
+        parts = zip(self.spec.uniform_chunk_blocks, sizes, strict=True)
         equal = tuple(None if part is None else len(part) * num_bytes for part, num_bytes in parts)
         object.__setattr__(self, "_equal_chunk_bytes", equal)
         object.__setattr__(self, "_part_sizes", {})

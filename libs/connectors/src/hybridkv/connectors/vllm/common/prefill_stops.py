@@ -145,7 +145,7 @@ class PrefillStops:
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
         """Sets the next stop of each request of a planned step."""
-        for request_id in scheduler_output.finished_req_ids or ():
+        for request_id in compat.finished_ids(scheduler_output):
             stopping = self._stopping.get(request_id)
             if stopping is not None and stopping.request.is_finished():
                 del self._stopping[request_id]

@@ -157,14 +157,14 @@ class LMCacheScheduler:
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> LMCachePlan:
         """Plan of the step: its loads, and the stores after its forward pass."""
-        preempted = set(scheduler_output.preempted_req_ids or ())
+        preempted = set(compat.preempted_ids(scheduler_output))
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
                 self._load_tracker.restart(tracked)
         stores = self._plan_stores(scheduler_output, preempted) if self._kv_role.stores else []
         self._room.release(scheduler_output.num_scheduled_tokens)
-        for request_id in scheduler_output.finished_req_ids or ():
+        for request_id in compat.finished_ids(scheduler_output):
             tracked = self._requests.get(request_id)
             if tracked is not None and not tracked.request.is_finished():
                 continue  # a new request has this id

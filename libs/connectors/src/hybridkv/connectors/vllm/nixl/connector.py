@@ -83,7 +83,7 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            terms = _terms(vllm_config, self._config, self._layout, uses_host_buffer)
+            terms = _producer_terms(vllm_config, self._config, self._layout, uses_host_buffer)
             room = _room(vllm_config, self._layout)
             hosts = self._config.hosts
             self._scheduler = NixlScheduler(self._layout, terms, self._kv_role, hosts, room, self._metrics)
@@ -214,7 +214,7 @@ def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLay
     )
 
 
-def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, saves: bool) -> ProducerTerms:
+def _producer_terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, saves: bool) -> ProducerTerms:
     return ProducerTerms(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         host=config.listen.advertised,

@@ -109,7 +109,7 @@ class NixlScheduler:
             tables = compat.block_tables(scheduler_output)
             self._producer.corrupt_blocks.follow_step(scheduler_output, tables)
             if self._producer.host_copies is not None:
-                self._producer.host_copies.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
+                self._producer.host_copies.preempted(compat.preempted_ids(scheduler_output))
                 plan.host_copies = self._producer.host_copies.of_step(scheduler_output.num_scheduled_tokens, tables)
         if self._consumer is not None:
             self._consumer.on_scheduled(scheduler_output.num_scheduled_tokens)

@@ -194,7 +194,7 @@ class OffloadScheduler:
         """Plan of one step: its loads and moves, and the stores that follow its forward pass."""
         self._stack.tick()
         measured_step = self._loads.begin_step(scheduler_output.num_scheduled_tokens)
-        preempted = scheduler_output.preempted_req_ids or ()
+        preempted = compat.preempted_ids(scheduler_output)
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
@@ -204,7 +204,7 @@ class OffloadScheduler:
         stores += self._plan_stores(scheduler_output, set(preempted))
         for request_id in scheduler_output.num_scheduled_tokens:
             self._admission.give_back(request_id)
-        for request_id in scheduler_output.finished_req_ids or ():
+        for request_id in compat.finished_ids(scheduler_output):
             tracked = self._requests.get(request_id)
             if tracked is not None and not tracked.request.is_finished():
                 continue  # a new request has taken the id

@@ -77,7 +77,7 @@ class OffloadWorker(RankWorker):
         """Groups with chunks that end inside a block."""
         self._zero_memory: Any = None
         self._lowering: JobLowering | None = None
-        self._is_idle = False
+        self._is_engine_idle = False
         """Whether the current step has no forward pass."""
 
     def bind_secondary_tiers(
@@ -121,7 +121,7 @@ class OffloadWorker(RankWorker):
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads and its moves between tiers."""
-        self._is_idle = plan.is_idle
+        self._is_engine_idle = plan.is_idle
         if plan.measured_step:
             # Not in `start_stores`: with a drafter, vLLM takes the outcome of a step before its stores start.
             self._outcomes.measured(plan.measured_step)
@@ -170,7 +170,7 @@ class OffloadWorker(RankWorker):
                     False,
                     partial(self._store_runs, store),
                     partial(self._stored, store.store_id),
-                    partial(self._discard, store),
+                    partial(self._discard_slots, store),
                     partial(self._seal, store),
                     RecordDigests(np.empty(0, dtype=np.int64)),
                 )
@@ -214,7 +214,7 @@ class OffloadWorker(RankWorker):
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
         return self._record_failures(job, chunks, self._ram_checks.check_all(chunks))
 
-    def _discard(self, store: Store, _: CopyJob) -> str | None:
+    def _discard_slots(self, store: Store, _: CopyJob) -> str | None:
         for chunk in store.copies.chunks():
             self._arena.discard(chunk.slot)
         return None
@@ -236,7 +236,7 @@ class OffloadWorker(RankWorker):
 
     def results(self) -> LoadResults:
         """Loads that ended since the last call. Also collects ended moves; the base class's `outcome` returns them."""
-        if self._is_idle:
+        if self._is_engine_idle:
             self._copies.wait_for_loads(IDLE_WAIT_S)
         self._copies.poll()
         for move, failure, seconds in self._mover.poll():

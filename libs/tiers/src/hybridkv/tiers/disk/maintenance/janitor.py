@@ -15,7 +15,7 @@ class Janitor(Protocol):
     """Runs one task at a time, in order; delayed tasks run when they are due."""
 
     @property
-    def can_wait(self) -> bool:
+    def can_delay(self) -> bool:
         """True if `submit_later` accepts a delay."""
         ...
 
@@ -41,7 +41,7 @@ class Janitor(Protocol):
 class InlineJanitor:
     """Runs a task before `submit` returns."""
 
-    can_wait = False
+    can_delay = False
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -66,7 +66,7 @@ class InlineJanitor:
 class ThreadJanitor:
     """Runs tasks on one daemon thread, so that a blocked device blocks no other thread."""
 
-    can_wait = True
+    can_delay = True
 
     def __init__(self, max_queued: int = MAX_QUEUED) -> None:
         self._thread = BackgroundThread("hybridkv-disk-janitor", max_queued)

@@ -41,25 +41,25 @@ class Chores:
         self.copier = SegmentCopier(state, self._maker, self._dropper, self.journal)
         self.sealer = SegmentSealer(state, self.journal)
         self.snapshot = SnapshotWriter(state, self.copier, self.journal)
-        self._clearing: tuple[ChoreKind[Any, Any], ...] = (self._restorer, self.epoch, self.journal, self._dropper)
-        self._storing: tuple[ChoreKind[Any, Any], ...] = (self._maker, self.copier, self.sealer)
+        self._before_epoch: tuple[ChoreKind[Any, Any], ...] = (self._restorer, self.epoch, self.journal, self._dropper)
+        self._after_epoch: tuple[ChoreKind[Any, Any], ...] = (self._maker, self.copier, self.sealer)
         """Chores that write the epoch's number into files. They wait until the epoch is on disk: after a crash before
         that, the old epoch is valid again, and the next start deletes segments of other epochs."""
 
     def next_but_snapshot(self) -> AnyDueChore | None:
         """First due chore that does not back off, snapshots excluded."""
-        return self._next(self._storing)
+        return self._next(self._after_epoch)
 
     def next(self) -> AnyDueChore | None:
         """First due chore that does not back off. Snapshots have the lowest priority."""
-        return self._next((*self._storing, self.snapshot))
+        return self._next((*self._after_epoch, self.snapshot))
 
     def _next(self, storing: tuple[ChoreKind[Any, Any], ...]) -> AnyDueChore | None:
         state = self._state
         if state.is_taken_over:
             return None
         self._maker.raise_limit()
-        for kind in (*self._clearing, *(storing if state.is_epoch_written else ())):
+        for kind in (*self._before_epoch, *(storing if state.is_epoch_written else ())):
             due = kind.plan()
             if due is not None and not state.retries.is_backing_off(type(due.chore)):
                 return due
@@ -104,9 +104,9 @@ class Dispatcher:
         """Number of running chores that make room."""
 
     @property
-    def can_wait(self) -> bool:
+    def can_delay(self) -> bool:
         """True if `start_delayed` accepts a delay."""
-        return self._janitor is not None and self._janitor.can_wait
+        return self._janitor is not None and self._janitor.can_delay
 
     def start(self, due: AnyDueChore, then: Callable[[], None] | None = None) -> bool:
         """Submit a chore. False if the janitor refuses it. `then` is called in any thread after the chore has run."""
@@ -132,7 +132,7 @@ class Dispatcher:
             self.num_making_room -= outcome.due.kind.makes_room
         return outcome
 
-    def clear_ended(self) -> None:
+    def clear_ended_event(self) -> None:
         """Reset the event of `wait_for_ended`: only chores that end from now on set the event."""
         self._has_ended.clear()
 
@@ -153,7 +153,7 @@ class Dispatcher:
 
 
 MAX_CHORES_IN_A_ROW = 64
-"""Limit of chores that one call of `run` or `settle` starts. Reached only with a janitor that runs chores inline."""
+"""Limit of chores that one call of `run` or `run_before_open` starts. Reached only with a janitor that runs chores inline."""
 
 
 class Maintenance:
@@ -167,36 +167,36 @@ class Maintenance:
         self._changes_file = state.files.changes
         self._dispatcher = Dispatcher(janitor, state.files)
         self._ended = self._dispatcher.ended
-        self._look_again_s = state.clock()
-        self._looked_at = -1
-        self._suspect_again_s = -math.inf
+        self._next_run_s = state.clock()
+        self._seen_revision = -1
+        self._next_missing_check_s = -math.inf
 
-    def settle(self) -> None:
+    def run_before_open(self) -> None:
         """Do the work that is due before the index opens. Writes no snapshots and no changes: the open index does."""
-        self._work_off(self._chores.next_but_snapshot)
+        self._run_due_chores(self._chores.next_but_snapshot)
         self.collect()  # the open index has another Maintenance, with the same tables
 
     def run(self) -> None:
         """Apply results and start the next chore."""
         self.write_changes()
-        self._work_off(self._chores.next)
+        self._run_due_chores(self._chores.next)
 
-    def _work_off(self, choose: Callable[[], AnyDueChore | None]) -> None:
+    def _run_due_chores(self, choose: Callable[[], AnyDueChore | None]) -> None:
         for _ in range(MAX_CHORES_IN_A_ROW):
             self.collect()
             if self._dispatcher.num_running:
                 return
-            self._looked_at = self._segments.revision
+            self._seen_revision = self._segments.revision
             if not self._start(choose()):
-                self._look_again_s = min(self._chores.snapshot.due_s, self.state.retries.next_retry_s)
+                self._next_run_s = min(self._chores.snapshot.due_s, self.state.retries.next_retry_s)
                 return
 
-    def look_for_missing_files(self) -> None:
+    def schedule_missing_file_check(self) -> None:
         """Look for missing files, at most once in a `retry_interval_s`. Called if a store or load failed, maybe because
         its file is missing."""
         now_s = self.state.clock()
-        if now_s >= self._suspect_again_s:
-            self._suspect_again_s = now_s + self.state.options.retry_interval_s
+        if now_s >= self._next_missing_check_s:
+            self._next_missing_check_s = now_s + self.state.options.retry_interval_s
             self.state.is_lost = True
 
     @property
@@ -214,8 +214,8 @@ class Maintenance:
         """`run` if there may be work. Cheap otherwise."""
         if not self._log.is_scheduled or self._changes_file.has_unwritten:
             self.write_changes()
-        has_work = self._ended or self._chores.journal.has_pending or self._segments.revision != self._looked_at
-        if has_work or self.state.clock() >= self._look_again_s:
+        has_work = self._ended or self._chores.journal.has_pending or self._segments.revision != self._seen_revision
+        if has_work or self.state.clock() >= self._next_run_s:
             self.run()
 
     def collect(self) -> None:
@@ -232,7 +232,7 @@ class Maintenance:
         if self._log.is_scheduled or not writer.has_work:
             return
         delay_s = writer.delay_s()
-        if delay_s > 0 and not self._dispatcher.can_wait:
+        if delay_s > 0 and not self._dispatcher.can_delay:
             return
         self._log.is_scheduled = True
         if self._dispatcher.start_delayed(DueChore(writer, Log()), delay_s):
@@ -244,7 +244,7 @@ class Maintenance:
         """Wait until all due work is done or failed. False if `timeout_s` passed first."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            self._dispatcher.clear_ended()
+            self._dispatcher.clear_ended_event()
             self.run()
             if not self._dispatcher.num_running and not self._start(self._chores.changes.plan()):
                 return True

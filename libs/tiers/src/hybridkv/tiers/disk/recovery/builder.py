@@ -51,7 +51,7 @@ def build_store(
         opened = _build_store(namespace, fingerprint, options, sizes, clock)
     trim_heap()
     opened.state.records.make_room(0, 0)
-    Maintenance(opened.state, opened.chores, InlineJanitor()).settle()
+    Maintenance(opened.state, opened.chores, InlineJanitor()).run_before_open()
     return opened
 
 

@@ -2,6 +2,8 @@
 
 A manifest with a wrong seal is read once more by a range request. If that fails too, this host does not read that
 version for a while. The manifest is not deleted, because another host may read it without errors.
+
+A manifest of another model, layout or secret is never read: the object's name contains the fingerprint (`names.py`).
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class CorruptBlocks:
 
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
         """Records the corrupt blocks and misled requests of a step. Must be called before its stores are planned."""
-        for request_id in (*(output.preempted_req_ids or ()), *(output.finished_req_ids or ())):
+        for request_id in (*compat.preempted_ids(output), *compat.finished_ids(output)):
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)

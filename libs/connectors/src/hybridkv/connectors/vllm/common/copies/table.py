@@ -386,7 +386,7 @@ def _whole_parts(spec: CacheSpec) -> list[ChunkPart | None]:
     """For each group: the part that is a whole chunk; None if the chunks of the group have different parts."""
     return [
         None if blocks is None else ChunkPart(group_index, 0, len(blocks), 0, 0)
-        for group_index, blocks in enumerate(spec.alike_parts)
+        for group_index, blocks in enumerate(spec.uniform_chunk_blocks)
     ]
 
 

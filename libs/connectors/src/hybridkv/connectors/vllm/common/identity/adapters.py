@@ -166,9 +166,9 @@ class Adapters:
             return False
         return self._check(adapter) == adapter_version.signature
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_until_idle(self, timeout_s: float) -> bool:
         """Waits until all requested reads and checks have ended; for tests and tools. False after a timeout."""
-        return self._reader.settle(timeout_s) and self._checker.settle(timeout_s)
+        return self._reader.wait_until_idle(timeout_s) and self._checker.wait_until_idle(timeout_s)
 
     def close(self) -> None:
         """Ends each thread after its queued calls. Does not wait."""
