@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.layout import MAX_TAIL_BLOCKS, choose_chunk, choose_tail
+from hybridkv.connectors.vllm.common.layout import MAX_CHUNK_BLOCKS_WITH_TAILS, choose_chunk, choose_tail
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
 STATE = GroupSpec(GroupKind.RECURRENT, 65536)
@@ -62,17 +62,17 @@ def test_a_refused_chunk_comes_with_a_valid_value(
         (
             (STATE, FULL),
             "auto",
-            "multiples of 2162688 tokens; multiples of 1056 without group 0 (recurrent, blocks of 65",
+            "multiples of 2162688 tokens; without group 0 (recurrent, blocks of 65536 tokens), multiples of 1056 ",
         ),
         (
             (FULL, FULL, SCRATCH, STATE),
             65536,
-            "; multiples of 1056 without group 3 (recurrent, blocks of 65536 tokens)",
+            "; without group 3 (recurrent, blocks of 65536 tokens), multiples of 1056 tokens would be enough",
         ),
         (
             (SMALL, *[GroupSpec(GroupKind.WINDOW, 7168, window_tokens=64)] * 2, GroupSpec(GroupKind.FULL, 98303)),
             "auto",
-            "; multiples of 7168 without group 3 (full, blocks of 98303 tokens)",
+            "; without group 3 (full, blocks of 98303 tokens), multiples of 7168 tokens would be enough",
         ),
         (
             (FULL, *[GroupSpec(GroupKind.WINDOW, 65536, window_tokens=64)] * 2),
@@ -98,7 +98,7 @@ def test_a_refusal_names_no_group_if_all_are_equal() -> None:
 HYBRID = (GroupSpec(GroupKind.RECURRENT, 128), GroupSpec(GroupKind.FULL, 128), GroupSpec(GroupKind.SCRATCH, 16))
 
 
-@pytest.mark.parametrize("chunk", [128, 256, 128 * MAX_TAIL_BLOCKS])
+@pytest.mark.parametrize("chunk", [128, 256, 128 * MAX_CHUNK_BLOCKS_WITH_TAILS])
 def test_tails_end_where_hits_of_the_engine_end(chunk: int) -> None:
     assert choose_tail(CacheSpec(HYBRID, chunk), 32, 32) == 32
 
@@ -110,7 +110,7 @@ def test_tails_end_where_hits_of_the_engine_end(chunk: int) -> None:
         pytest.param(HYBRID, 128, 128, 32, id="hits that end with blocks"),
         pytest.param(HYBRID, 256, 128, 128, id="hits that end with blocks inside a chunk"),
         pytest.param(HYBRID, 128, 48, 32, id="hits between hashes"),
-        pytest.param(HYBRID, 128 * (MAX_TAIL_BLOCKS + 1), 32, 32, id="chunks of many blocks"),
+        pytest.param(HYBRID, 128 * (MAX_CHUNK_BLOCKS_WITH_TAILS + 1), 32, 32, id="chunks of many blocks"),
         pytest.param(HYBRID[1:], 128, 32, 32, id="no states"),
         pytest.param(HYBRID[:1], 128, 32, 32, id="nothing but states"),
         pytest.param((*HYBRID, GroupSpec(GroupKind.WINDOW, 32, window_tokens=64)), 128, 32, 32, id="windows"),

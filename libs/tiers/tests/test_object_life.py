@@ -76,7 +76,7 @@ def wait_for_renewals(engine: Engine) -> None:
     """Wait until no renewal is running."""
     client: Any = engine.index._client
     patience.wait_until(
-        lambda: client._renewer._renewal is None or client._renewer._renewal.done(), "no renewal is running"
+        lambda: client._renewer._renewal_task is None or client._renewer._renewal_task.done(), "no renewal is running"
     )
 
 

@@ -275,7 +275,7 @@ def test_what_is_in_use_is_written_again_at_the_server(
     assert engines[0].look_up(keys) == [HIT] * 40
     patience.wait_until(lambda: all(modified()[path] > at for path, at in old.items()), "all are renewed")
     client: Any = engines[0].index._client
-    patience.wait_until(client._renewer._renewal.done, "no renewal is running")
+    patience.wait_until(client._renewer._renewal_task.done, "no renewal is running")
     assert not any("/renewal/" in path or "/proof/" in path for path in modified())
     engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
     assert engines[1].look_up(keys) == [HIT] * 40

@@ -141,7 +141,7 @@ def test_a_directory_stays_within_its_capacity_and_keeps_used_paths(depot: Path)
             "a use is renewed",
         )
         client: Any = engine.index._client
-        patience.wait_until(client._renewer._renewal.done, "no renewal is running")
+        patience.wait_until(client._renewer._renewal_task.done, "no renewal is running")
         for number in range(4):
             keys = path_of(NUM_KEYS, bytes([200 + number]))
             engine.store(keys, chunks_of(keys))

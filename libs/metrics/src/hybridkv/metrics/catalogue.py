@@ -311,7 +311,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_loads_total",
             Kind.COUNTER,
             "loads",
-            "Loads from the tiers into GPU memory, by outcome. After a failed load the tokens are recomputed.",
+            "Loads from the tiers into GPU memory, by outcome. After a failed load, `kv_load_failure_policy` decides "
+            "about the request.",
             (Label("outcome", ("loaded", "failed")),),
             panel=Panel(Section.LOADS, "Loads"),
         ),

@@ -1,4 +1,4 @@
-"""Keeps manifests and packs in use alive in a store that deletes objects after a time to live.
+"""Renews manifests and packs in use, if old objects are deleted: after a time to live or above a capacity.
 
 A store counts an object's life from its last write. So an object that is used in the second half of its life is written
 again, and an object that is used once in each half stays. Packs are written before the manifest that lists them. When a
@@ -89,7 +89,7 @@ class KeepAlive:
         cache: name of the cache, under which objects are copied.
         world_size: number of ranks with an object in each pack.
         pace: life of an object, and limit of requests.
-        read: reads the path of a manifest, and its bytes; None if it is missing or unusable.
+        read: reads a manifest: the nodes of its path, and its bytes. None if it is missing or unusable.
         clock_ahead: returns the seconds by which the store's clock is ahead of this host's clock.
         clock: seconds, of this host.
     """

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 AUTO_CHUNK_TOKENS = 128
 """Minimum length of an automatic chunk, rounded up to a length that fits all groups. Not used with recurrent groups."""
-MAX_TAIL_BLOCKS = 8
+MAX_CHUNK_BLOCKS_WITH_TAILS = 8
 """Maximum blocks of a chunk with tails. Each tail stores the beginning of its chunk again, and each length of a tail is
 another slot size."""
 
@@ -57,8 +57,8 @@ def choose_chunk(
         hash_tokens: tokens in each of the engine's block hashes.
 
     Raises:
-        ConfigurationError: chunks of this length end where no boundary can be, or no prompt can hit. The hint names a
-            valid length.
+        ConfigurationError: a chunk of this length ends inside a block that cannot be cut there, or inside a block hash;
+            or no prompt can hit. The hint names a valid length or, if there is none, other settings to change.
     """
     chunk = _auto_chunk(specs, max_model_len, hash_tokens) if wanted == "auto" else wanted
     findings = diagnose(HybridOffloadPlanner.of_groups(specs, hash_tokens, chunk), max_model_len)
@@ -75,14 +75,14 @@ def choose_chunk(
             f"a multiple of {unit} tokens, so that a chunk is whole blocks of every group that cannot be cut "
             f"(blocks of {whole}){_largest_part(specs, hash_tokens)}",
             chunk,
-            f'use {nearest}, or "auto"' if nearest else _length_hint(unit),
+            f'use {nearest}, or "auto"' if nearest else _engine_options_hint(unit),
         )
     raise ConfigurationError(
         path,
         f"less than max_model_len, so that some prompt can hit; the groups need multiples of {unit} tokens"
         + _largest_part(specs, hash_tokens),
         f"{chunk} with max_model_len {max_model_len}",
-        f"use {nearest}, or {_length_hint(chunk)}" if nearest else _length_hint(chunk),
+        f"use {nearest}, or {_engine_options_hint(chunk)}" if nearest else _engine_options_hint(chunk),
     )
 
 
@@ -99,7 +99,7 @@ def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
         for index, unit in units.items()
         if unit == largest
     )
-    return f"; multiples of {without[largest]} without group {names}"
+    return f"; without group {names}, multiples of {without[largest]} tokens would be enough"
 
 
 def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int) -> int:
@@ -116,9 +116,13 @@ def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> in
 
     A tail needs a state at its end, and the engine hands over such states only if its own hits end inside blocks. The
     last block of a tail is stored whole, so no block is cut. No tails are stored:
+    - if the engine's hits end only at the ends of blocks, or inside block hashes, or if this is not known;
     - with a drafter, because this is untested;
-    - with groups of other kinds than FULL and RECURRENT, or with a group that has smaller blocks than a recurrent
-      group: vLLM 0.32 may end a prefill at the end of a smaller block, where no state's block ends.
+    - without a FULL and a RECURRENT group, or with a group of another kind;
+    - with a group that has smaller blocks than a recurrent group: vLLM 0.32 may end a prefill at the end of a smaller
+      block, where no state's block ends;
+    - if a chunk cuts blocks, is no multiple of `hit_tokens`, or is longer than `MAX_CHUNK_BLOCKS_WITH_TAILS` of the
+      smallest blocks.
 
     Args:
         spec: the engine's groups, and the chunk.
@@ -133,12 +137,12 @@ def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> in
     shortest = min(group.block_tokens for group in groups)
     if any(group.kind is GroupKind.RECURRENT and group.block_tokens != shortest for group in groups):
         return None
-    if spec.cut_groups or spec.chunk_tokens % hit_tokens or spec.chunk_tokens > MAX_TAIL_BLOCKS * shortest:
+    if spec.cut_groups or spec.chunk_tokens % hit_tokens or spec.chunk_tokens > MAX_CHUNK_BLOCKS_WITH_TAILS * shortest:
         return None
     return hit_tokens
 
 
-def _length_hint(chunk: int) -> str:
+def _engine_options_hint(chunk: int) -> str:
     return f"raise --max-model-len above {chunk}, or lower --block-size"
 
 
@@ -186,7 +190,8 @@ class CacheLayout:
         return self.hash_algorithm in compat.STABLE_HASHES
 
     def fingerprint(self, facts: dict[str, str]) -> Fingerprint:
-        """Fingerprint of the stored content. All ranks are tensor-parallel: other kinds of parallelism are refused.
+        """Fingerprint of the stored content. All ranks of an engine are tensor-parallel: pipeline and context
+        parallelism are refused.
 
         Args:
             facts: facts that the content depends on beside the layout.
@@ -241,7 +246,7 @@ class CacheLayout:
         """Maximum bytes of a group's part of a chunk or tail on one rank."""
         chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
         if self.spec.tail_tokens is not None:
-            return max(self._part_ends_bytes(group_index))
+            return max(self._all_chunk_bytes(group_index))
         if group_index in self.spec.cut_groups:
             # After the first window, sizes repeat when chunks start at the same offset in a block.
             num_chunks = -(-(group.window_tokens or 0) // chunk) + group.block_tokens // math.gcd(
@@ -255,10 +260,10 @@ class CacheLayout:
 
     def chunk_sizes(self) -> tuple[int, ...]:
         """All sizes in bytes of the groups' parts of chunks and tails on one rank, ascending."""
-        sizes = {num_bytes for index in self.spec.stored_groups for num_bytes in self._part_ends_bytes(index)}
+        sizes = {num_bytes for index in self.spec.stored_groups for num_bytes in self._all_chunk_bytes(index)}
         return tuple(sorted(sizes - {0}))
 
-    def _part_ends_bytes(self, group_index: int) -> set[int]:
+    def _all_chunk_bytes(self, group_index: int) -> set[int]:
         """All sizes in bytes of a group's part of chunks and tails."""
         chunk, step, group = self.spec.chunk_tokens, self.spec.boundary_tokens, self.spec.groups[group_index]
         # After the first window, sizes repeat when chunks start at the same offset in a block and an attention chunk.
@@ -410,13 +415,16 @@ def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSp
 def _translate(path: str, spec: KVCacheSpec, group: KVCacheGroupSpec, lookahead: int) -> GroupSpec:
     # Exact classes: an unlisted subclass may keep other content in its blocks.
     make = _KINDS.get(type(spec).__name__)
-    if make is None or getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
-        raise ConfigurationError(
-            f"{path}.kv_cache_spec",
-            "one of " + ", ".join(_KINDS),
-            f"{type(spec).__name__} (layers {', '.join(group.layer_names[:2])}, ...)",
-            "hybridkv stores no KV of a spec that it does not know; start without it, or report the model",
-        )
+    layers = f"layers {', '.join(group.layer_names[:2])}, ..."
+    hint = "hybridkv cannot store this group; start vLLM without hybridkv, or report the model"
+    if make is None:
+        found = f"{type(spec).__name__} ({layers})"
+        raise ConfigurationError(f"{path}.kv_cache_spec", "one of " + ", ".join(_KINDS), found, hint)
+    if getattr(group, "host_resident", False):
+        raise ConfigurationError(f"{path}.host_resident", "False", f"True ({layers})", hint)
+    role = getattr(group, "role", "default")
+    if role != "default":
+        raise ConfigurationError(f"{path}.role", "default", f"{getattr(role, 'value', role)} ({layers})", hint)
     return make(spec, lookahead)
 
 

@@ -12,7 +12,7 @@ from hybridkv.connectors.config import ROOT, parse_address, parse_size
 from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError
 
-_SECONDS = (
+_KEYS_IN_SECONDS = (
     "connect_timeout_seconds",
     "lookup_timeout_seconds",
     "load_timeout_seconds",
@@ -40,7 +40,8 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         chunk_tokens: the server's chunk size. None: read from the server, which must then run when the engine starts.
         connect_timeout_seconds: timeout of the first connection.
         lookup_timeout_seconds: timeout of a lookup.
-        load_timeout_seconds: timeout of a load; the request is recomputed after it.
+        load_timeout_seconds: timeout of a load; then the load fails, and `kv_load_failure_policy` decides about the
+            request.
         store_timeout_seconds: timeout for free pages, and again for the answer of the server.
         heartbeat_seconds: interval between two heartbeats.
         without_prefix_caching: prefix caching was switched off on purpose, and this model can resume prefixes.
@@ -80,8 +81,8 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
         config = msgspec.convert(plain, LMCacheConfig, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, raw, ROOT, _CHOICES, _PAGE) from None
-    _require_server(config.url, config.http_port)
-    for name in _SECONDS:
+    _check_address(config.url, config.http_port)
+    for name in _KEYS_IN_SECONDS:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), f"see {_PAGE}")
     if config.chunk_tokens is not None and config.chunk_tokens <= 0:
@@ -98,7 +99,7 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
     return config
 
 
-def _require_server(url: str, http_port: int) -> None:
+def _check_address(url: str, http_port: int) -> None:
     if parse_url(url) is None:
         raise ConfigurationError(
             f"{ROOT}.url",

@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 MAX_LEASES = 1 << 16
 MAX_PORT = (1 << 16) - 1
-_SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
+_KEYS_IN_SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
 
 
 class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +120,7 @@ def require_ports(listen: ListenConfig, num_ranks: int) -> None:
 
 
 def _require_valid(config: NixlConfig) -> None:
-    for name in _SECONDS:
+    for name in _KEYS_IN_SECONDS:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
     if not 0 < config.max_leases <= MAX_LEASES:

@@ -98,7 +98,7 @@ class ManifestStore:
         self._loop.post(lambda: self._writer.publish(stored))
 
     def use(self, keys: Sequence[Key]) -> None:
-        if self._renewer.is_use_due(keys[0]):
+        if self._renewer.take_due_use(keys[0]):
             self._loop.post(lambda: self._renewer.use(dict.fromkeys(map(prefix_of, keys))))
 
     def take_counts(self) -> StoreCounts:

@@ -133,8 +133,8 @@ class ManifestReader:
         return (part.pack, part.offset) in self._bad_places
 
     def decoded(self, name: str, prefix: bytes, body: ObjectBody) -> list[ManifestNode] | None:
-        """Path of a manifest that was read. None if the manifest is unusable: it cannot be decoded, ends at another
-        prefix, or lists packs of another namespace."""
+        """Nodes of the path of a manifest that was read. None if the manifest is unusable: it cannot be decoded, ends
+        at another prefix, or lists packs of another namespace."""
         path = decode_manifest(self._seals, name, self._world_size, body.data or b"")
         if path is None or path[-1:] == [] or path[-1].prefix != prefix:
             return None

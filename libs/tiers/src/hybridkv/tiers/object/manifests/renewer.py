@@ -1,4 +1,5 @@
-"""Renewals of the manifests that this engine uses, if the store deletes objects after a time to live."""
+"""Renews the manifests and packs that this engine uses, if old objects are deleted: after a time to live or above a
+capacity."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.store import clock_ahead_s
 
 USE_INTERVAL_S = 60.0
-"""Minimum seconds between two reports of the use of one path."""
+"""Minimum seconds between two reports of the use of one path. A sixteenth of the objects' life if that is shorter."""
 MAX_USED = 4096
 """Paths with a remembered report."""
-_LOCAL_RENEWALS = 50
+_DIRECTORY_RATE_FACTOR = 50
 """Factor on `renewals_per_s` for a directory."""
 
 
@@ -56,19 +57,23 @@ class ManifestRenewer:
         self._clock = clock
         self._used: OrderedDict[Key, float] = OrderedDict()
         """Time of the last reported use of each path, by the first of its reported keys."""
-        self._renewal: asyncio.Task[None] | None = None
+        self._renewal_task: asyncio.Task[None] | None = None
         self._keep_alive: KeepAlive | None = None
         if self._life_s is not None:
             is_local = isinstance(stored_cache.store, DirectoryStore)
-            pace = RenewalPace(self._life_s, options.renewals_per_s * (_LOCAL_RENEWALS if is_local else 1))
+            pace = RenewalPace(self._life_s, options.renewals_per_s * (_DIRECTORY_RATE_FACTOR if is_local else 1))
             self._keep_alive = KeepAlive(
                 self._store, self._cache, stored_cache.world_size, pace, self._manifest_bytes, self._clock_ahead, clock
             )
 
     # On the engine's thread.
 
-    def is_use_due(self, key: Key) -> bool:
-        """True if a use of a path must be reported now. `key`: the first of the reported keys."""
+    def take_due_use(self, key: Key) -> bool:
+        """Returns True if the caller must report a use of the path now, and records the time of this report.
+
+        Args:
+            key: the first of the reported keys.
+        """
         now_s = self._clock()
         if self._life_s is None or not self._epochs.takes_objects:
             return False
@@ -94,7 +99,8 @@ class ManifestRenewer:
             self._renew()
 
     def on_read(self, path: Sequence[bytes]) -> None:
-        """Record that the manifest of the last prefix was read. Each manifest point before it has a manifest too."""
+        """Record that the manifest of the last prefix was read. The prefixes before it that `is_manifest_point` selects
+        have manifests too."""
         namespace = self._epochs.manifest_namespace
         if self._keep_alive is None or namespace is None or not path:
             return
@@ -123,15 +129,15 @@ class ManifestRenewer:
     def _renew(self) -> None:
         """Start the waiting renewals, unless they run already."""
         assert self._keep_alive is not None
-        is_running = self._renewal is not None and not self._renewal.done()
+        is_running = self._renewal_task is not None and not self._renewal_task.done()
         if self._keep_alive.has_waiting and self._epochs.takes_objects and not is_running:
-            self._renewal = self._loop.spawn(self._keep_alive.renew_waiting())
+            self._renewal_task = self._loop.spawn(self._keep_alive.renew_waiting())
 
     async def _clock_ahead(self) -> float:
         return await self._loop.call(clock_ahead_s, self._store, self._cache)
 
     async def _manifest_bytes(self, prefix: bytes, name: str) -> tuple[list[ManifestNode], bytes] | None:
-        """Path of a manifest, and its bytes. None if it is missing or unusable."""
+        """Nodes of the manifest's path, and the manifest's bytes. None if the manifest is missing or unusable."""
         body = await self._reader.read(name)
         if body is None or body.data is None:
             return None

@@ -312,7 +312,7 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Sp
         return SpecProblem(
             "one of " + ", ".join(accepted_classes()),
             where,
-            "hybridkv stores no KV of a spec that it does not know; start without it, or report the model",
+            "hybridkv cannot store this group; start vLLM without hybridkv, or report the model",
             is_known=False,
         )
     if known.refused or (known.needs_scratch and is_cacheable):
