@@ -298,7 +298,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
             for segment in segments
             if segment.is_sealable and segment.epoch == self.index._maintenance.state.epoch
         }
-        assert set(table.written) == {segment.number for segment in segments if segment.num_being_written}
+        assert set(table.being_written) == {segment.number for segment in segments if segment.num_being_written}
         candidates = [segment for segment in segments if segment.is_candidate]
         assert set(table.dead) == {segment.number for segment in candidates if not segment.live_bytes}
         cheapest = table.candidates.cheapest()

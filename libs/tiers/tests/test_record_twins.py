@@ -113,7 +113,7 @@ class TableBench:
             "order": table.eviction_order(),
             "segments": counted,
             "dead": sorted(segments.dead),
-            "written": sorted(segments.written),
+            "being written": sorted(segments.being_written),
             "cheapest": cheapest and cheapest.live_bytes,
             "counts": (table.num_keys, len(table.reserved()), len(table.in_use()), table.used_bytes, table.generation),
             "tally": table.take_counts(),

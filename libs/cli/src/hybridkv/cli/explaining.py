@@ -12,7 +12,7 @@ from hybridkv.cli.output import ReportError
 from hybridkv.connectors.errors import SettingProblem
 from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 
-_START: Final = '{"request_id":'
+_RECORD_START: Final = '{"request_id":'
 _REUSE: Final = "reuse of "
 _BREAK_EVEN: Final = "break-even of "
 ADVICE: Final[dict[str, str]] = {
@@ -89,7 +89,7 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
     hits = tokens = other_lines = 0
     reuse, break_even = "", dict[str, str]()
     for line in lines:
-        start = line.find(_START)
+        start = line.find(_RECORD_START)
         try:
             record = decode(line[start:]) if start >= 0 else None
         except msgspec.DecodeError:

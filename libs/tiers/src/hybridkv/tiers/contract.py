@@ -2,8 +2,8 @@
 
 A tier has an index, in the engine's scheduler, which decides which chunks are kept; and a medium, in each worker, which
 holds the bytes. The medium of the primary tier is `SealedMemory`: copy engines access it directly. Index and medium may
-run in different processes, and share only slots. The medium of tensor-parallel rank r holds the bytes of rank r. All
-media have the same layout, so one index serves every rank.
+run in different processes. They share no memory: they exchange only values, such as keys and slots. The medium of
+tensor-parallel rank r holds the bytes of rank r. All media have the same layout, so one index serves every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Key: TypeAlias = bytes
-"""Key of one group's part of one chunk. A tier does not interpret its bytes."""
+"""Key of one group's part of one chunk. Only the object tier interprets its bytes: as a tag and a prefix hash."""
 
 Ticket = NewType("Ticket", int)
 """Id of one store or load. The caller chooses it; the `Completion` returns it."""
@@ -56,7 +56,7 @@ class Refusal(enum.StrEnum):
     """Reason why an index reserved no slot. A refusal changes nothing in the tier, and evicts nothing."""
 
     NO_ROOM = "no_room"
-    """Not enough space, even after the eviction of all evictable keys."""
+    """Not enough space, even if all evictable keys were evicted."""
     TOO_LARGE = "too_large"
     """The chunk is larger than the largest chunk that fits into the tier. A retry fails too."""
     PRESENT = "present"
@@ -176,8 +176,8 @@ class TierIndex(Protocol):
     or read (pinned); its space is not free yet. A call that does not fit the state of the key raises
     `TierProtocolError`.
 
-    A call with many keys has the same effect as one call for each key, in order, at lower cost. If the call raises for
-    one key, all keys before that key are done.
+    A call with many keys has the same effect as one call for each key, in order, at lower cost. Exception:
+    `pin_all` pins all keys or none. If a call raises for one key, all keys before that key are done.
     """
 
     @property
@@ -232,8 +232,8 @@ class TierIndex(Protocol):
         ...
 
     def lacks(self, key: Key) -> bool:
-        """True if the key is worth storing: not committed, not reserved, and not known to be stored. An open lookup
-        changes nothing: its key may still be worth storing."""
+        """True if the key is worth storing, also during an open lookup: the key is not committed, not reserved, and not
+        known to be stored."""
         ...
 
     def lookup(self, key: Key) -> LookupResult:
@@ -431,8 +431,8 @@ class BatchedMedium(Protocol):
     """Medium that stores and loads chunks in batches."""
 
     def flush(self) -> None:
-        """Start all operations queued since the last `flush`, as one batch. Without `flush`, operations may not start
-        before `drain`."""
+        """Start all operations queued since the last `flush`, as one batch. Without `flush`, it is possible that
+        operations start only at `drain`."""
         ...
 
 
@@ -449,9 +449,10 @@ class ExposesBytes(Protocol):
 class SealedMemory(ExposesBytes, Protocol):
     """Memory of the primary tier. Copy engines access it directly.
 
-    The writer of a chunk seals the slot with the key and the checksum of the bytes. A reader checks both, so a reused,
-    torn or corrupted slot fails the load and never returns wrong bytes. Threads of copy engines and the main thread may
-    use the memory at the same time, on distinct slots.
+    The writer of a chunk seals the slot with the key, the extents, and the checksum of the bytes. A load always
+    compares key and extents, so a load from a reused or unsealed slot fails. `verify_ram` selects the chunks that a
+    load also compares with their checksum; only for these a changed byte fails the load. Threads of copy engines and
+    the main thread may use the memory at the same time, on distinct slots.
 
     For a slot outside the memory, or any slot after `close`, a method returns a `Failure` if it can, else raises
     `TierProtocolError`.

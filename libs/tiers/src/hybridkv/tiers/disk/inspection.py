@@ -1,7 +1,8 @@
 """Inspection of a store's directory without its engine: reports namespaces, finds damage, deletes namespaces.
 
-Reads with the code of a start. `report` and `verify` take no lock, so they work beside a running engine. Then numbers
-may be a few seconds old, and records that the engine deletes meanwhile may look damaged. Only `delete` changes files.
+Reads a directory with the code that an engine uses at its start (`recover`). `report` and `verify` take no lock, so
+they work beside a running engine. Then numbers may be a few seconds old, and records that the engine deletes meanwhile
+may look damaged. Only `delete` changes files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hybridkv.tiers.files.directory import Directory, directory_error, read_at, 
 from hybridkv.tiers.files.file_io import FileIO
 
 MAX_METADATA_BYTES = 1 << 34
-MAX_RECORDS = 1 << 27
+MAX_SNAPSHOT_RECORDS = 1 << 27
 
 
 class NamespaceReport(msgspec.Struct, frozen=True):
@@ -148,7 +149,7 @@ class StoreInspector:
             try:
                 holder = self._holder(name, namespace)
                 disk_bytes = namespace.directory.disk_bytes()
-                found = recover(namespace, MAX_METADATA_BYTES, MAX_RECORDS)
+                found = recover(namespace, MAX_METADATA_BYTES, MAX_SNAPSHOT_RECORDS)
             except OSError as error:
                 return NamespaceReport(name, holder, facts, opened_s, disk_bytes, problem=str(error))
             return NamespaceReport(
@@ -179,7 +180,7 @@ class StoreInspector:
         """
         namespace = InspectedNamespace(self._root, name)
         try:
-            found = recover(namespace, MAX_METADATA_BYTES, MAX_RECORDS)
+            found = recover(namespace, MAX_METADATA_BYTES, MAX_SNAPSHOT_RECORDS)
             keys, addresses, payload_bytes = found.records.columns()
             del found
             order = np.argsort(addresses)

@@ -1,8 +1,8 @@
 """Worker's half of HybridOffloadConnector: executes plans. Plans nothing, and raises no error into the engine's step.
 
-A store seals each chunk with its key and checksum. A load compares both before it copies a byte; if `verify_ram` is
-"sampled" or "off", it compares some or all chunks by key alone. The copy engine may compute the checksum of a store
-while it copies; otherwise the checksum is computed from the slot.
+A store seals each chunk with its key, extents and checksum. A load compares these before it copies a byte; if
+`verify_ram` is "sampled" or "off", it compares some or all chunks without their checksum. The copy engine may compute
+the checksum of a store while it copies; otherwise the checksum is computed from the slot.
 """
 
 from __future__ import annotations

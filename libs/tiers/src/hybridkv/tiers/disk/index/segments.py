@@ -1,8 +1,8 @@
 """Segments of a namespace: stage and live bytes of each segment, and the address of the next record.
 
 All records, copies by compaction included, are appended to one open segment, so a higher address was always assigned
-later. Extra tables list the segments for each kind of work, so that no call scans all segments: code that changes a
-segment calls `refile`. Contains no states of keys, and touches no files.
+later. Extra tables list the segments for each kind of work, so that a search for due work does not scan all segments.
+Code that changes a field of a segment from outside must call `refile`. Contains no states of keys; touches no files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import DiskSizes
 
-FEWEST_BEFORE_CLEANING = 64
-"""Heap entries that are kept before a cleanup, in addition to two for each segment."""
+MAX_EXTRA_HEAP_ENTRIES = 64
+"""Maximum heap entries, in addition to two for each segment. With more, the heap is rebuilt."""
 
 
 class SegmentHeap:
@@ -47,7 +47,7 @@ class SegmentHeap:
         return None
 
     def _take_in(self) -> None:
-        if len(self._heap) + len(self._changed) > 2 * len(self._by_number) + FEWEST_BEFORE_CLEANING:
+        if len(self._heap) + len(self._changed) > 2 * len(self._by_number) + MAX_EXTRA_HEAP_ENTRIES:
             self._heap = []
             self._changed.update(self._by_number)
         for number in self._changed:
@@ -111,12 +111,13 @@ class Segment:
 
     @property
     def is_candidate(self) -> bool:
-        """True if compaction may choose this segment: full and unused."""
+        """True if compaction may choose this segment: it is full, no record is pinned or being written, and compaction
+        is not copying its records."""
         return self.stage is SegmentStage.FULL and not (self.num_holding or self.is_moving)
 
     @property
     def is_sealable(self) -> bool:
-        """True if every record is whole and the file has no seal yet."""
+        """True if the segment is full, no record is being written, none may be torn, and its files have no seal yet."""
         is_settled = self.stage is SegmentStage.FULL and not self.num_being_written
         return is_settled and self.may_be_sealed and not self.is_sealed
 
@@ -141,11 +142,11 @@ class SegmentTable:
         self.largest_bytes = sizes.segment_bytes
         """Size of the largest segment so far; an earlier start may have had another segment size."""
         self.dead: dict[int, Segment] = {}
-        """Full, unused segments without live bytes, by number."""
+        """Candidates without live bytes, by number."""
         self.sealable: dict[int, Segment] = {}
         self.unavailable: dict[int, Segment] = {}
         self.stuck: dict[int, Segment] = {}
-        self.written: dict[int, Segment] = {}
+        self.being_written: dict[int, Segment] = {}
         """Segments with records that may still be written."""
         self.candidates = SegmentHeap(self.by_number)
         self.lacks_candidate = False
@@ -162,7 +163,7 @@ class SegmentTable:
     def remove(self, segment: Segment) -> None:
         """Remove a segment that was deleted from disk."""
         del self.by_number[segment.number]
-        for kept in (self.dead, self.sealable, self.unavailable, self.stuck, self.written):
+        for kept in (self.dead, self.sealable, self.unavailable, self.stuck, self.being_written):
             kept.pop(segment.number, None)
         self.revision += 1
         self.allocated_bytes -= segment.segment_bytes * self._sizes.num_ranks
@@ -199,7 +200,7 @@ class SegmentTable:
 
     @property
     def next_address(self) -> int:
-        """Upper bound of record addresses, exclusive."""
+        """Above the address of every record. The next record gets this address or a higher one."""
         if self.open is not None:
             return address_of(self.open.number, self.open.end_offset)
         return address_of(self.ready[0].number if self.ready else self.next_number, 0)
@@ -233,7 +234,7 @@ class SegmentTable:
         segment = self.of(address)
         segment.live_bytes += num_bytes
         if segment is self.open:
-            return  # the open segment is in no other table
+            return  # the open segment is in no table of `refile`
         if not segment.live_bytes or segment.number in self.dead:
             self.refile(segment)
         else:
@@ -251,7 +252,7 @@ class SegmentTable:
         segment.num_holding += count
         if is_writing:
             segment.num_being_written += count
-            self.written[segment.number] = segment
+            self.being_written[segment.number] = segment
 
     def release(self, address: int, is_writing: bool, count: int = 1) -> None:
         """Undo `hold`."""
@@ -260,7 +261,7 @@ class SegmentTable:
         if is_writing:
             segment.num_being_written -= count
             if not segment.num_being_written:
-                del self.written[segment.number]
+                del self.being_written[segment.number]
         if segment is self.open:
             return
         if (is_writing and not segment.num_being_written) or not (segment.num_holding or segment.live_bytes):

@@ -153,7 +153,7 @@ class Dispatcher:
 
 
 MAX_CHORES_IN_A_ROW = 64
-"""Limit of chores that one call of `run` or `run_before_open` starts. Reached only with a janitor that runs chores inline."""
+"""Limit of chores that one call of `run` or `run_before_open` starts. Only an `InlineJanitor` reaches it."""
 
 
 class Maintenance:

@@ -179,7 +179,7 @@ class SnapshotWriter(ChoreKind[Save, bool]):
         """Chore for a snapshot of the present records. `next_written`: number of the first segment that records may be
         appended to."""
         state, segments, records = self._state, self._state.segments, self._state.records
-        scan_from = min([next_written, *segments.written])
+        scan_from = min([next_written, *segments.being_written])
         copied = [relocation.new_address for relocation in self._copier.copying]
         pending = [*(record.address for record in records.reserved()), *copied]
         self._journal.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
