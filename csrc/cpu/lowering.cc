@@ -492,8 +492,8 @@ void Lowering::copy_chunk(const CopyShape& shape, const Group& group, const std:
   const std::int64_t begin = shape.first_block;
   const std::int64_t end = begin + shape.num_blocks;
   if (out.is_store() && (begin != 0 || end != shape.stored_blocks)) {
-    refuse("a chunk of " + text(shape.stored_blocks) + " blocks is stored as a whole, got " + text(shape.num_blocks) +
-           " from the one at " + text(begin));
+    refuse("a store needs all " + text(shape.stored_blocks) + " blocks of the chunk, got " + text(shape.num_blocks) +
+           " blocks from block " + text(begin) + " on");
   }
   if (end > shape.stored_blocks) {
     refuse("blocks " + text(begin) + " to " + text(end) + " are not within a chunk of " + text(shape.stored_blocks));

@@ -117,7 +117,7 @@ class Lowering {
   // outside the chunk, a part that was not added, and arrays that do not match the shapes.
   LoweredRuns load(const CopyTable& table) const;
   // Runs that write each byte of each slot once and in order: pages, zeros between them, and zeros after the chunk.
-  // Adjacent runs of a slot are joined. Also throws for a chunk that is not stored as a whole.
+  // Adjacent runs of a slot are joined. Also throws if a copy lacks blocks of its chunk.
   LoweredRuns store(const CopyTable& table) const;
 
  private:

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm.common.copies.lowering import (
     StoreRuns,
     Zeros,
     load_runs,
-    require_whole,
+    require_all_blocks,
     store_runs,
 )
 from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
@@ -97,7 +97,7 @@ def cut_store_runs(copy: ChunkCopy, blocks: GroupBlocks, extents: Sequence[Exten
     Raises:
         ValueError: as `store_runs` does.
     """
-    require_whole(copy)
+    require_all_blocks(copy)
     return CopyRuns.concatenate([store_runs(*piece, zeros) for piece in _pieces(copy, blocks, extents)])
 
 

@@ -192,7 +192,7 @@ def test_a_cut_chunk_with_a_missing_block_is_not_stored(first: int, ids: tuple[i
     spec = CacheSpec((GroupSpec(GroupKind.FULL, BLOCK_TOKENS, part_tokens=2),), 44)
     engine, tier = Engine("heads first", 24, seed=1), Tier(1024)
     chunk_copy = copy_of(spec, Transfer(0, 88, first, ids), b"key", Slot(()))
-    with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
+    with pytest.raises(ValueError, match="a store needs all 3 blocks of the chunk"):
         tier.store_runs(engine, chunk_copy)
     whole = msgspec.structs.replace(chunk_copy, first_block=0, block_ids=(1, 2, 3))
     copy(engine, tier, tier.store_runs(engine, whole).runs)

@@ -135,7 +135,7 @@ def test_pages_of_whole_words_need_no_run_of_zeros() -> None:
 def test_a_partial_chunk_is_not_stored(first: int, blocks: tuple[int, ...]) -> None:
     memory = Memory([16], 100)
     copy = ChunkCopy(0, b"key", Slot(((0, 48),)), first, 3, blocks)
-    with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
+    with pytest.raises(ValueError, match="a store needs all 3 blocks of the chunk"):
         memory.copy(copy, [(0, 48)], to_engine=False)
     memory.copy(copy, [(0, 48)], to_engine=True)
 

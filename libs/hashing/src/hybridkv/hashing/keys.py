@@ -1,8 +1,9 @@
 """Keys of chunks: permanent identity of their bytes.
 
-A key is the tag of the cache and group, followed by the hash of the token prefix that ends with the chunk. Two keys are
-equal only if their tags and prefix hashes are equal. The prefix hashes are the engine's own chained block hashes if
-those are stable, so that no token is hashed twice; otherwise `ChunkKeys.token_hashes` makes a chain.
+A key is the tag of the cache and group, followed by the hash of a token prefix. The prefix ends with the chunk, or with
+the group's lookahead tokens after the chunk. Two keys are equal only if their tags and prefix hashes are equal. The
+prefix hashes are the engine's own chained block hashes if those are stable, so that no token is hashed twice; otherwise
+`ChunkKeys.token_hashes` makes a chain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -84,10 +85,11 @@ class ChunkKeys:
             end_token: a positive multiple of `hash_block_tokens`.
 
         Returns:
-            The tag of cache and group (`TAG_BYTES` bytes), followed by the hash of the prefix.
+            The tag of cache and group (`TAG_BYTES` bytes), followed by the hash of the prefix with the lookahead.
 
         Raises:
-            ValueError: there is no such group, `end_token` is not a multiple, or its hash is missing or empty.
+            ValueError: there is no such group, `end_token` is not a multiple, or the hash of its prefix with the
+                lookahead is missing or empty.
         """
         try:
             tag, lookahead = self._groups[group]
@@ -96,8 +98,8 @@ class ChunkKeys:
         last, rest = divmod(end_token + lookahead, self.hash_block_tokens)
         if rest or end_token < 1 or last > len(prefix_hashes) or not prefix_hashes[last - 1]:
             raise ValueError(
-                f"end_token must be a positive multiple of {self.hash_block_tokens} with all its prefix hashed "
-                f"({len(prefix_hashes)} hashes, none of them empty), got {end_token}"
+                f"end_token must be a positive multiple of {self.hash_block_tokens}, and the hash of its prefix and "
+                f"lookahead must be one of the {len(prefix_hashes)} hashes and not empty, got {end_token}"
             )
         return tag + prefix_hashes[last - 1]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
 
 _MOST_PATTERNS = 64
-"""With this number of different row shapes or more, runs are checked one by one."""
+"""If the shape changes this often or more between adjacent rows, the runs are checked one by one."""
 
 _HIGHEST_ADDRESS = (1 << 63) - 1
 
@@ -18,12 +18,12 @@ _HIGHEST_ADDRESS = (1 << 63) - 1
 class AddressRanges:
     """Immutable set of address ranges. One thread can read it while another replaces it."""
 
-    __slots__ = ("_ends", "_ranges", "_starts")
+    __slots__ = ("_ranges", "_reaches", "_starts")
 
     def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
         self._ranges = tuple(sorted(ranges))
         self._starts = np.array([start for start, _ in self._ranges], dtype=np.int64)
-        self._ends: Integers = np.maximum.accumulate(np.array([end for _, end in self._ranges], dtype=np.int64))
+        self._reaches: Integers = np.maximum.accumulate(np.array([end for _, end in self._ranges], dtype=np.int64))
 
     def with_range(self, address: int, num_bytes: int) -> AddressRanges:
         return AddressRanges((*self._ranges, (address, address + num_bytes)))
@@ -31,9 +31,9 @@ class AddressRanges:
     def contain_all(self, start: int, end: int) -> bool | None:
         """True if one range contains all of [start, end), False if no range overlaps it, else None."""
         first, last = (np.searchsorted(self._starts, (start, end - 1), side="right") - 1).tolist()
-        if first >= 0 and end <= self._ends[first]:
+        if first >= 0 and end <= self._reaches[first]:
             return True
-        return False if first == last and (first < 0 or start >= self._ends[first]) else None
+        return False if first == last and (first < 0 or start >= self._reaches[first]) else None
 
     def contain(self, addresses: Integers) -> npt.NDArray[np.bool_]:
         """True for each address that lies in one of the ranges."""
@@ -42,11 +42,11 @@ class AddressRanges:
         low, high = int(addresses.min()), int(addresses.max())
         first, last = (np.searchsorted(self._starts, (low, high), side="right") - 1).tolist()
         # Usually all addresses lie in one range, or between two ranges.
-        if first == last and (first < 0 or low >= self._ends[first] or high < self._ends[first]):
-            return np.full(len(addresses), first >= 0 and low < self._ends[first])
+        if first == last and (first < 0 or low >= self._reaches[first] or high < self._reaches[first]):
+            return np.full(len(addresses), first >= 0 and low < self._reaches[first])
         index = np.searchsorted(self._starts, addresses, side="right") - 1
         found = index >= 0
-        found[found] = addresses[found] < self._ends[index[found]]
+        found[found] = addresses[found] < self._reaches[index[found]]
         return found
 
 
@@ -118,7 +118,7 @@ class RegisteredRanges:
         first = int(np.flatnonzero(is_outside)[0])
         nearest = f"; the nearest before it is {self._names[int(region[first])]!r}" if region[first] >= 0 else ""
         extent = f"[{int(addresses[first]):#x}, +{int(num_bytes[first])})"
-        return f"run {first}: {side} {extent} does not lie in registered memory{nearest}"
+        return f"run {first}: {side} {extent} does not lie in one registered range{nearest}"
 
     def _contains(self, start: int, end: int) -> bool:
         """True if one range contains all of [start, end)."""

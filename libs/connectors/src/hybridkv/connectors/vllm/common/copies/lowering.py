@@ -44,7 +44,7 @@ class _Pieces(NamedTuple):
     """Pieces of memory and their places in a chunk, ascending by place.
 
     Args:
-        addresses: addresses of the pieces outside the slot.
+        addresses: address of each piece in the engine's blocks, or in the zeros.
         offsets: offsets of the pieces in the chunk, in bytes.
         sizes: bytes of each piece.
     """
@@ -90,21 +90,21 @@ def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], ze
         ValueError: the slot is smaller than the chunk, a block is outside the pool, or the copy lacks blocks of the
             chunk, so that the slot would keep earlier content in their places.
     """
-    require_whole(copy)
+    require_all_blocks(copy)
     slot_bytes = _require_room(copy, pages, extents)
     pieces = _with_zeros(_pages_of(copy, pages), _gaps(copy, pages, slot_bytes, zeros.num_bytes), zeros)
     return CopyRuns(*_paired(pieces, extents))
 
 
-def require_whole(copy: ChunkCopy) -> None:
+def require_all_blocks(copy: ChunkCopy) -> None:
     """Refuses a store of an incomplete chunk.
 
     Raises:
         ValueError: the copy lacks blocks of the chunk.
     """
     if copy.first_block or len(copy.block_ids) != copy.stored_blocks:
-        blocks = f"{len(copy.block_ids)} from the one at {copy.first_block}"
-        raise ValueError(f"a chunk of {copy.stored_blocks} blocks is stored as a whole, got {blocks}")
+        got = f"{len(copy.block_ids)} blocks from block {copy.first_block} on"
+        raise ValueError(f"a store needs all {copy.stored_blocks} blocks of the chunk, got {got}")
 
 
 def _require_room(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> int:
