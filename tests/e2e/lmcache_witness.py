@@ -81,7 +81,7 @@ class LMCacheAudit(Audit):
 def may_ask(engine: Engine, child: int | None = None) -> bool:
     """Whether the scheduler's half has found the server. Earlier requests are computed."""
     connector = engine.connector if child is None else engine.connector.sub_connectors[child]
-    return isinstance(connector._builder.connection.state, Ready)
+    return isinstance(connector._scheduler_builder.connection.state, Ready)
 
 
 def num_pages_under_way(worker: Any) -> int:
@@ -133,7 +133,7 @@ class Link:
         """Whether the server knows both halves; it may not yet have noticed the end of killed ones."""
         status = self.site.server.status()
         known = {*status["registered_gpu_ids"], *status["registered_non_cuda_instance_ids"]}
-        connections = (self._half(self.engine.connector)._builder.connection, self.worker._session.connection)
+        connections = (self._half(self.engine.connector)._scheduler_builder.connection, self.worker._session.connection)
         registrations = [state.registration for each in connections if (state := each.ready) is not None]
         return len(registrations) == 2 and {each.instance for each in registrations if each is not None} <= known
 

@@ -143,7 +143,7 @@ class PlainRunner:
             for operation, completion in zip(batch, completions, strict=True):
                 if operation.is_store and completion.failure is None:
                     self._syncer.written(number_of(operation.address))
-            self._cache.close_unused()
+            self._cache.close_forgotten()
             with self._condition:
                 self._completions += completions
                 self._num_running -= len(batch)

@@ -149,7 +149,7 @@ def watch_loads(engine: OracleEngine) -> None:
 
 def reach(engine: OracleEngine) -> bool:
     """Whether both halves can reach the server, if need be after a while."""
-    connections = [engine.scheduler_connector._builder.connection]  # type: ignore[union-attr]
+    connections = [engine.scheduler_connector._scheduler_builder.connection]  # type: ignore[union-attr]
     connections += [worker._session.connection for worker in workers_of(engine) if worker._session is not None]
     return all(isinstance(connection.wait_ready(SETTLED_S), Ready) for connection in connections)
 

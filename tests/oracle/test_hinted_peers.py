@@ -33,7 +33,7 @@ def _peers_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def transport(name: str) -> Transport:
         return InMemoryTransport(name, world)
 
-    monkeypatch.setattr(tiers, "_transport", transport)
+    monkeypatch.setattr(tiers, "_nixl_transport", transport)
     monkeypatch.setattr(tiers, "_require_nixl", lambda: None)
 
 

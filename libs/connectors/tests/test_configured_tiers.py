@@ -69,7 +69,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> StackBuilder:
 def test_a_start_logs_the_size_of_the_index_of_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 20),))
     with caplog.at_level(logging.INFO):
-        tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), replace(SIZES, smallest_bytes=5000))
+        tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), replace(SIZES, smallest_chunk_bytes=5000))
     assert "host memory: index of 128 records takes up to" in caplog.text
 
 
@@ -81,7 +81,7 @@ def test_a_capacity_too_small_for_host_memory_is_refused_by_its_key() -> None:
 
 def test_the_index_has_room_for_the_smallest_chunks() -> None:
     config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 30),))
-    assert tiers.arena_sizes(config, LAYOUT).smallest_bytes == min(LAYOUT.chunk_sizes())
+    assert tiers.arena_sizes(config, LAYOUT).smallest_chunk_bytes == min(LAYOUT.chunk_sizes())
 
 
 def test_a_model_without_stored_chunks_has_tiers() -> None:
@@ -165,7 +165,8 @@ def test_a_lookup_timeout_is_refused_for_a_synchronous_tier(builder: StackBuilde
         tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
     error = caught.value
     assert error.path == "kv_connector_extra_config.tiers[1].lookup_timeout_seconds"
-    assert "answers late" in error.expected and "disk" in str(error.got) and error.hint == "leave it out"
+    assert "async lookups" in error.expected and "disk" in str(error.got)
+    assert error.hint == "remove lookup_timeout_seconds"
     stack = builder.stack(disk(tmp_path))  # works, so that the refused start has released the directory
     stack.close()
 

@@ -69,7 +69,7 @@ def test_the_last_boundary_is_a_stop_where_the_engine_keeps_no_state(
     """Whatever it costs, unless the store has no room for a state. The other stops are as they would be with one fewer
     allowed."""
     end = prompt.end_boundary(boundary)
-    placement = plan_stops(boundary, msgspec.structs.replace(prompt, keeps_end=False), usage, cost, limit)
+    placement = plan_stops(boundary, msgspec.structs.replace(prompt, engine_stops_at_end=False), usage, cost, limit)
     is_made = end > prompt.resumed_tokens and cost.state_bytes <= usage.capacity_bytes and limit.max_stops > 0
     assert [stop for stop in placement.stops if stop.num_tokens >= end] == [Stop(end, StopReason.END)][:is_made]
     fewer = Limits(limit.max_stops - is_made, limit.max_extra_share)
@@ -162,18 +162,20 @@ def test_a_store_without_room_for_a_state_gets_no_stop() -> None:
     assert plan_stops(512, prompt, StoreUsage(999), cost, Limits()).stops == ()
 
 
-@pytest.mark.parametrize("changes", [{}, {"known_share": 0.5, "is_cut": True}], ids=["new", "cut"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"reused_divergence_share": 0.5, "is_divergence_unknown": True}], ids=["new", "cut"]
+)
 def test_an_unproven_junction_gets_a_stop_only_while_the_store_has_room(changes: dict[str, float]) -> None:
     prompt, costs = msgspec.structs.replace(Prompt(9_000, 512, 5_000), **changes), Costs(2_048, 1, 16)
     placed, in_full = (plan_stops(512, prompt, StoreUsage(1 << 30, used), costs, Limits(1)) for used in (0, 1 << 30))
     assert placed.stops == (Stop(4_608, StopReason.JUNCTION, is_unproven=True),)
     assert in_full.stops == () and in_full.left_out.worth > placed.left_out.worth
-    proven = msgspec.structs.replace(prompt, known_share=0.5, is_cut=False)
+    proven = msgspec.structs.replace(prompt, reused_divergence_share=0.5, is_divergence_unknown=False)
     assert plan_stops(512, proven, StoreUsage(1 << 30, 1 << 30), costs, Limits(1)).stops != ()
 
 
 def test_a_proven_junction_gets_a_stop_with_its_reason() -> None:
-    prompt = Prompt(9_000, 512, 5_000, known_share=0.5)
+    prompt = Prompt(9_000, 512, 5_000, reused_divergence_share=0.5)
     placement = plan_stops(512, prompt, StoreUsage(1 << 30), Costs(2_048, 1, 16), Limits(1))
     assert placement.stops == (Stop(4_608, StopReason.JUNCTION),)
 
@@ -194,7 +196,7 @@ def test_a_distance_of_divergence_is_learned_and_forgotten() -> None:
     nothing = Placement(boundary_tokens=512)
     for _ in range(20):
         learned = learn_request(learned, Prompt(30_000), nothing)
-        learned = learn_request(learned, Prompt(30_000, 0, 26_624, diverged_tokens=6 * 512), nothing)
+        learned = learn_request(learned, Prompt(30_000, 0, 26_624, earlier_rest_tokens=6 * 512), nothing)
     usage = StoreUsage(1 << 30, 0, learned)
     assert plan_stops(512, Prompt(40_001), usage, cost, limit).stops == (
         Stop((40_000 // 512 - 6) * 512, StopReason.SPACED),
@@ -208,7 +210,7 @@ def test_learned_distances_count_most_for_prompts_of_similar_length() -> None:
     learned, nothing = NO_EXPERIENCE, Placement(boundary_tokens=512)
     for _ in range(200):
         learned = learn_request(learned, Prompt(100_000), nothing)
-        learned = learn_request(learned, Prompt(100_000, 0, 512 * 192, diverged_tokens=3 * 512), nothing)
+        learned = learn_request(learned, Prompt(100_000, 0, 512 * 192, earlier_rest_tokens=3 * 512), nothing)
         learned = learn_request(learned, Prompt(10_000), nothing)
     long, middle, short = (learned.divergence_rate(DISTANCES.index(3), number) for number in (195, 80, 19))
     assert long > middle > short > 0
@@ -217,9 +219,9 @@ def test_learned_distances_count_most_for_prompts_of_similar_length() -> None:
 def test_a_divergence_where_the_prompt_had_no_rung_is_not_learned_for_that_rung() -> None:
     """Near the beginning: the last 50 of 59 boundaries differ, and the next distance is 64."""
     nothing = Placement(boundary_tokens=512)
-    learned = learn_request(NO_EXPERIENCE, Prompt(30_001, 0, 9 * 512, diverged_tokens=50 * 512), nothing)
+    learned = learn_request(NO_EXPERIENCE, Prompt(30_001, 0, 9 * 512, earlier_rest_tokens=50 * 512), nothing)
     assert learned.divergences[DISTANCES.index(64)] == NO_EXPERIENCE.divergences[DISTANCES.index(64)]
-    learned = learn_request(NO_EXPERIENCE, Prompt(60_001, 0, 20 * 512, diverged_tokens=50 * 512), nothing)
+    learned = learn_request(NO_EXPERIENCE, Prompt(60_001, 0, 20 * 512, earlier_rest_tokens=50 * 512), nothing)
     assert learned.divergences[DISTANCES.index(64)] > NO_EXPERIENCE.divergences[DISTANCES.index(64)]
 
 
@@ -248,7 +250,7 @@ def test_experience_stays_bounded_and_finite(requests: list[Prompt], usage: Stor
 
 
 def test_a_restarted_request_costs_again_and_teaches_no_divergence() -> None:
-    asked = Prompt(30_000, 0, 26_624, diverged_tokens=6 * 512)
+    asked = Prompt(30_000, 0, 26_624, earlier_rest_tokens=6 * 512)
     placement = Placement(boundary_tokens=512, extra_tokens=64.0)
     once = learn_request(NO_EXPERIENCE, asked, placement)
     again = learn_request(once, msgspec.structs.replace(asked, starts_over=True), placement)

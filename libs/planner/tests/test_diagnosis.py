@@ -28,7 +28,7 @@ def test_a_chunk_that_would_leave_another_group_whole_is_not_suggested() -> None
     assert finding.nearest_chunk_tokens == 16  # 10,000 is nearer, and leaves group 0 whole
     [finding] = diagnose(HybridOffloadPlanner(32, (65536, 50000, 1056), 16384), 98304)[:1]
     assert finding.nearest_chunk_tokens is None
-    assert "no chunk splits it" in finding.message and "leaves no other group whole" in finding.message
+    assert "no chunk that splits this group" in finding.message and "keeps the other split" in finding.message
 
 
 def test_a_chunk_beyond_max_model_len_is_not_suggested() -> None:
@@ -63,11 +63,11 @@ def test_units_that_are_no_multiple_of_hash_blocks_are_found() -> None:
     assert problems(HybridOffloadPlanner(16, (24,), 64), 4096)[Problem.UNHASHABLE_UNIT].group_index == 0
 
 
-def test_a_chunk_that_ends_inside_a_state_gains_nothing_and_names_the_nearest() -> None:
+def test_a_chunk_that_ends_inside_a_state_is_found_with_the_nearest() -> None:
     planner = HybridOffloadPlanner(16, (65536, 65536, 1056), 16384, unsplittable=(0, 1))
-    finding = problems(planner, 98304)[Problem.NO_GAIN]
+    finding = problems(planner, 98304)[Problem.MISALIGNED_CHUNK]
     assert finding.needed_tokens == 65537 and finding.nearest_chunk_tokens == 65536
-    assert "multiples of 65536" in finding.message and "use a chunk of 65536 tokens" in finding.message
+    assert "multiple of 65536" in finding.message and "use a chunk of 65536 tokens" in finding.message
     assert diagnose(planner.with_chunk(65536), 98304) == ()
     [finding, *_] = diagnose(planner, 65536)
     assert finding.nearest_chunk_tokens is None and "no chunk works" in finding.message
@@ -129,7 +129,7 @@ def test_no_working_chunk_is_nearer_than_the_suggested_one(planner: HybridOffloa
     before = places(planner, max_model_len)
     chunks = range(planner.hash_block_size, max_model_len + 1, planner.hash_block_size)
     after = {chunk: places(planner.with_chunk(chunk), max_model_len) for chunk in chunks}
-    never = {(Problem.OFFLOAD_DISABLED, None), (Problem.NO_GAIN, None)}
+    never = {(Problem.OFFLOAD_DISABLED, None), (Problem.MISALIGNED_CHUNK, None)}
     works = [chunk for chunk in chunks if after[chunk] <= before and not after[chunk] & never]
     for finding in diagnose(planner, max_model_len):
         splits = works

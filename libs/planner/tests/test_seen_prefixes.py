@@ -39,27 +39,27 @@ def visit(
 def test_the_first_divergence_tells_its_distance_from_the_end() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh")
-    assert visit(seen, "abcxyz", held=3).diverged_tokens == 5 * B
+    assert visit(seen, "abcxyz", held=3).earlier_rest_tokens == 5 * B
 
 
 def test_a_request_that_resumes_at_a_known_divergence_is_not_the_first() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh")
     visit(seen, "abcxyz", held=3)
-    assert visit(seen, "abcuvw", resumed=3, held=3).diverged_tokens == 0
+    assert visit(seen, "abcuvw", resumed=3, held=3).earlier_rest_tokens == 0
 
 
 def test_a_useful_guess_counts_as_one_divergence() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh", guess=3)
-    assert visit(seen, "abcxyz", resumed=3, held=3).diverged_tokens == 5 * B
-    assert visit(seen, "abcuvw", resumed=3, held=3).diverged_tokens == 0
+    assert visit(seen, "abcxyz", resumed=3, held=3).earlier_rest_tokens == 5 * B
+    assert visit(seen, "abcuvw", resumed=3, held=3).earlier_rest_tokens == 0
 
 
 def test_the_next_turn_of_a_chat_is_no_divergence() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abc")
-    assert visit(seen, "abcdef", resumed=3, held=3).diverged_tokens == 0
+    assert visit(seen, "abcdef", resumed=3, held=3).earlier_rest_tokens == 0
 
 
 def test_a_divergence_is_a_branch_of_requests_that_compute_it_again() -> None:
@@ -75,9 +75,9 @@ def test_a_restarted_request_does_not_diverge_from_itself() -> None:
     for resumed, held in ((0, 4), (3, 3), (3, 4)):
         seen = SeenPrefixes(100)
         visit(seen, "abcdefgh", guess=3)
-        assert visit(seen, "abcdefgh", resumed, held, again=True).diverged_tokens == 0
+        assert visit(seen, "abcdefgh", resumed, held, again=True).earlier_rest_tokens == 0
         assert seen.add_facts(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), usage()).branches == ()
-        assert visit(seen, "abcxyz", resumed=3, held=3).diverged_tokens == 5 * B, (
+        assert visit(seen, "abcxyz", resumed=3, held=3).earlier_rest_tokens == 5 * B, (
             "its guess has served no other request yet"
         )
 
@@ -101,8 +101,8 @@ def test_forgotten_prefixes_only_teach_nothing() -> None:
     seen = SeenPrefixes(3)
     visit(seen, "abcdefgh")
     assert (len(seen), seen.num_forgotten) == (3, 5)
-    assert visit(seen, "abcdxy", held=4).diverged_tokens == 0
-    assert visit(seen, "abz", held=2).diverged_tokens == 6 * B
+    assert visit(seen, "abcdxy", held=4).earlier_rest_tokens == 0
+    assert visit(seen, "abz", held=2).earlier_rest_tokens == 6 * B
 
 
 def test_a_negative_bound_is_refused() -> None:
@@ -123,10 +123,16 @@ def test_the_table_stays_bounded_and_answers_within_the_prompt(
         prompt = visit(seen, text, start, held, min(guess, len(text)), at=400.0 * clock)
         assert len(seen) <= max_chunks
         assert 0 <= prompt.aged_tokens <= prompt.resumed_tokens
-        assert prompt.diverged_tokens >= 0
+        assert prompt.earlier_rest_tokens >= 0
         assert all(prompt.resumed_tokens < at < prompt.end_boundary(B) for at in prompt.branches)
-        assert prompt.known_share >= 0 and 0 <= prompt.missed_tokens <= prompt.end_boundary(B)
-        learned = {"diverged_tokens": 0, "aged_tokens": 0, "missed_tokens": 0, "is_cut": False, "known_share": 0.0}
+        assert prompt.reused_divergence_share >= 0 and 0 <= prompt.missed_tokens <= prompt.end_boundary(B)
+        learned = {
+            "earlier_rest_tokens": 0,
+            "aged_tokens": 0,
+            "missed_tokens": 0,
+            "is_divergence_unknown": False,
+            "reused_divergence_share": 0.0,
+        }
         assert msgspec.structs.replace(prompt, branches=(), **learned) == prompt_of(text, start, held)
 
 
@@ -204,7 +210,7 @@ def test_a_divergence_near_the_end_of_a_long_prompt_tells_its_distance(
 ) -> None:
     seen, held = SeenPrefixes(10_000, COARSE), min(held, num_places - 1)
     visit(seen, "a" * num_places)
-    parted = visit(seen, "a" * held + "b" * num_more, held=held).diverged_tokens
+    parted = visit(seen, "a" * held + "b" * num_more, held=held).earlier_rest_tokens
     if num_places <= COARSE.max_places or num_places - held < COARSE.fine_places:
         assert parted == (num_places - held) * B
     else:

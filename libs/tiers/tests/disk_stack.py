@@ -72,7 +72,7 @@ class Tiers:
         self.primary.clear()
         for number in range(64):
             self.medium._cache.forget(number)
-        self.medium._cache.close_unused()
+        self.medium._cache.close_forgotten()
 
     def lease(self, keys: Sequence[Key]) -> PromotionLease:
         lease = self.stack.acquire("request", keys)

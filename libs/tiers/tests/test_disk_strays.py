@@ -202,7 +202,7 @@ def test_metadata_beyond_the_last_number_is_damaged(path: Path, name: str, caplo
     if name == "quarantine":
         entries = [JournalEntry(bytes(16), address + 8192, 8192), JournalEntry(bytes(16), 8192, address)]
         file.write_bytes(encode_journal_head(DIGEST) + b"".join(map(encode_journal_entry, entries)))
-        expected = "2 entries of the quarantine journal are damaged"
+        expected = "2 entries of the journal of withdrawn records (quarantine) are damaged"
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, (1 << 31) + 1, 1 << 63, [], [], [], [])
         file.write_bytes(disk_store.encoded_snapshot(saved, DIGEST))

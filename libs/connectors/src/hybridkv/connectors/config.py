@@ -266,9 +266,9 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
         config = msgspec.convert(plain, OffloadConfig, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, raw, ROOT, _CHOICES, "docs/reference/configuration.md") from None
-    for name in ("load_timeout_seconds", "pending_timeout_seconds"):
+    for name, hint in (("load_timeout_seconds", "30 is the default"), ("pending_timeout_seconds", "10 is the default")):
         if not 0 < getattr(config, name) < math.inf:
-            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
+            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), hint)
     speed = config.compute_tokens_per_second
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigurationError(
@@ -295,7 +295,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
             f"{ROOT}.weights_digest",
             '"sampled", "full", or your own name for these weights',
             repr(config.weights_digest),
-            "two models of one name would share a cache",
+            "two sets of weights with an empty name would share a cache",
         )
     for i, entry in enumerate(config.identity_ignores):
         if not entry.strip(" *."):

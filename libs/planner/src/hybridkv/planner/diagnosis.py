@@ -15,9 +15,9 @@ class Problem(enum.StrEnum):
     UNSPLIT_GROUP = "unsplit_group"
     """A group's block is larger than the chunk and not divisible by it, so the group is stored in whole blocks only."""
     UNHASHABLE_UNIT = "unhashable_unit"
-    """A group's unit is not whole hash blocks, so the engine's block hashes do not name it."""
-    NO_GAIN = "no_gain"
-    """Chunks end where no boundary can be: inside a block that cannot be split, or inside a hash block."""
+    """The parts in which a group is stored (units) are not whole hash blocks, so no block hash names a unit."""
+    MISALIGNED_CHUNK = "misaligned_chunk"
+    """The chunk is not a multiple of `boundary_unit`: some chunks end where no prefix can be resumed."""
     OFFLOAD_DISABLED = "offload_disabled"
     """No prompt within max_model_len is long enough for a hit."""
 
@@ -27,7 +27,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         problem: kind of the problem.
-        needed_tokens: tokens that a prompt must have before the group (or any group) is stored.
+        needed_tokens: UNSPLIT_GROUP, UNHASHABLE_UNIT: tokens of a prompt before the group is stored. MISALIGNED_CHUNK,
+            OFFLOAD_DISABLED: length of the shortest prompt with a hit; for MISALIGNED_CHUNK, with the best chunk.
         message: text with a hint.
         group_index: the group; None for all groups.
         nearest_max_model_len: smallest max_model_len that works with this chunk.
@@ -60,22 +61,23 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     if planner.unsplittable is None:
         findings = [*_unsplit_groups(planner, max_model_len), *_unhashable_units(planner)]
     else:
-        # Stored parts of a group end where chunks end, so hashes name chunks only.
-        findings = [*_gainless_chunk(planner, max_model_len)]
+        # All stored parts end at chunk ends, so units need no hash and no check.
+        findings = [*_misaligned_chunk(planner, max_model_len)]
     needed = tokens_for_first_hit(planner)
     if needed > max_model_len:
         step = planner.boundary_unit
         nearest = _nearest_chunks(planner, max_model_len, step)
         chunk = next((c for c in nearest if _works(planner, c, max_model_len)), None)
-        without = " without leaving a group whole that is split now" if planner.unsplittable is None else ""
-        other = f"or use a chunk of {chunk} tokens" if chunk else f"no chunk works with this one{without}"
+        keeping = " that keeps all split groups split" if planner.unsplittable is None else ""
+        no_chunk = f"; with the present max_model_len, no chunk works{keeping}"
+        other = f", or use a chunk of {chunk} tokens" if chunk else no_chunk
         findings.append(
             Finding(
                 problem=Problem.OFFLOAD_DISABLED,
                 needed_tokens=needed,
                 message=(
                     f"offload is disabled in effect: a first hit needs a prompt of {needed} tokens, and max_model_len "
-                    f"is {max_model_len}; raise max_model_len to {needed}, {other}"
+                    f"is {max_model_len}; raise max_model_len to {needed}{other}"
                 ),
                 nearest_max_model_len=needed,
                 nearest_chunk_tokens=chunk,
@@ -93,7 +95,7 @@ def tokens_for_first_hit(planner: HybridOffloadPlanner) -> int:
 def _unsplit_groups(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[Finding]:
     chunk = planner.fixed_chunk_size
     for index, block in enumerate(planner.gpu_block_sizes):
-        if not _stays_whole(block, chunk):
+        if not _is_unsplit(block, chunk):
             continue
         splitting = sorted((d for d in _divisors(block) if d < block), key=lambda d: (abs(d - chunk), d))
         nearest = next((d for d in splitting if _works(planner, d, max_model_len)), None)
@@ -101,8 +103,8 @@ def _unsplit_groups(planner: HybridOffloadPlanner, max_model_len: int) -> Iterat
         hint = (
             f"use a chunk of {nearest} tokens"
             if nearest
-            else f"no chunk splits it that works with max_model_len {max_model_len} and leaves no other group whole "
-            f"that is split now"
+            else f"no chunk that splits this group works with max_model_len {max_model_len} and keeps the other split "
+            f"groups split"
         )
         yield Finding(
             problem=Problem.UNSPLIT_GROUP,
@@ -116,7 +118,7 @@ def _unsplit_groups(planner: HybridOffloadPlanner, max_model_len: int) -> Iterat
         )
 
 
-def _gainless_chunk(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[Finding]:
+def _misaligned_chunk(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[Finding]:
     chunk, unit = planner.fixed_chunk_size, planner.boundary_unit
     if chunk % unit == 0:
         return
@@ -127,10 +129,10 @@ def _gainless_chunk(planner: HybridOffloadPlanner, max_model_len: int) -> Iterat
     because = f"where blocks of {whole} tokens end, which cannot be split" if whole else "where hash blocks end"
     hint = f"use a chunk of {nearest} tokens" if nearest else f"no chunk works with max_model_len {max_model_len}"
     yield Finding(
-        problem=Problem.NO_GAIN,
+        problem=Problem.MISALIGNED_CHUNK,
         needed_tokens=unit + 1,
         message=(
-            f"a chunk of {chunk} tokens gains nothing: prefixes can be resumed only at multiples of {unit}, "
+            f"the chunk of {chunk} tokens must be a multiple of {unit}: prefixes can be resumed only there, "
             f"{because}; {hint}"
         ),
         nearest_chunk_tokens=nearest,
@@ -162,12 +164,12 @@ def _works(planner: HybridOffloadPlanner, chunk: int, max_model_len: int) -> boo
     if -(-largest_unit // chunk) * chunk > max_model_len:
         return False  # cheap check that rules out most chunks that do not work
     present = planner.fixed_chunk_size
-    if any(_stays_whole(block, chunk) and not _stays_whole(block, present) for block in blocks):
+    if any(_is_unsplit(block, chunk) and not _is_unsplit(block, present) for block in blocks):
         return False
     return tokens_for_first_hit(planner.with_chunk(chunk)) <= max_model_len
 
 
-def _stays_whole(block_tokens: int, chunk_tokens: int) -> bool:
+def _is_unsplit(block_tokens: int, chunk_tokens: int) -> bool:
     return block_tokens > chunk_tokens and block_tokens % chunk_tokens != 0
 
 

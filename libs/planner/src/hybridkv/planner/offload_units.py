@@ -5,7 +5,7 @@ and the unit of each group follows from the chunk and the group's block. Two cas
 
 - `unsplittable` names the blocks that cannot be split. The rules are those of `CacheSpec`, and its chunk may cut all
   other blocks: a state or an unsplittable block is stored whole, and boundaries are multiples of each of these blocks.
-  A chunk that is no such multiple gains nothing (`diagnose` reports it).
+  `diagnose` reports a chunk that is no such multiple.
 - `unsplittable` is None. Then only whole chunks are cut out of larger blocks. The units of a group need not end where
   chunks end, and a prefix is as long as the group with the fewest covered tokens allows.
 """

@@ -61,7 +61,7 @@ class Experience(msgspec.Struct, frozen=True):
     stored_bytes: float = 0.0
     computed_tokens: float = 0.0
     extra_tokens: float = 0.0
-    """Cost of stops, in tokens of prefill."""
+    """Cost of all stops except END, in tokens of prefill."""
     bytes_ever: float = 0.0
     """Total stored bytes: the clock for ages. Does not fade."""
 
@@ -102,7 +102,7 @@ NO_EXPERIENCE: Final = Experience()
 
 
 def learn_request(experience: Experience, prompt: Prompt, placement: Placement) -> Experience:
-    """Experience after a request was admitted with its stops. Unchanged if no stops were planned.
+    """Experience after a request was admitted with its stops. Unchanged if `plan_stops` did not run.
 
     Call this function once for each admission. If a request starts over, its costs count again, its divergence does
     not.
@@ -114,8 +114,10 @@ def learn_request(experience: Experience, prompt: Prompt, placement: Placement) 
     # No later request is the first to diverge from a prompt that is held whole.
     if end > held and not prompt.starts_over:
         experience = _with_prompt(experience, end // boundary_tokens)
-    if prompt.diverged_tokens >= boundary_tokens and not prompt.starts_over:
-        experience = _with_divergence(experience, prompt.diverged_tokens // boundary_tokens, held // boundary_tokens)
+    if prompt.earlier_rest_tokens >= boundary_tokens and not prompt.starts_over:
+        experience = _with_divergence(
+            experience, prompt.earlier_rest_tokens // boundary_tokens, held // boundary_tokens
+        )
     return msgspec.structs.replace(
         experience,
         aged_tokens=experience.aged_tokens * KEPT_SHARE + prompt.aged_tokens,

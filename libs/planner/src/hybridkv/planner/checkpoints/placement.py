@@ -86,10 +86,10 @@ def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) 
     reasons = {junction: StopReason.JUNCTION}
     for tokens in sorted(prompt.branches, reverse=True):
         reasons.setdefault(tokens // boundary_tokens * boundary_tokens, StopReason.BRANCH)
-    resumed, share = prompt.resumed_tokens, prompt.known_share
+    resumed, share = prompt.resumed_tokens, prompt.reused_divergence_share
 
     def is_unproven(tokens: int) -> bool:
-        return (prompt.is_cut and tokens == junction) or share * (tokens - resumed) <= displaced_tokens
+        return (prompt.is_divergence_unknown and tokens == junction) or share * (tokens - resumed) <= displaced_tokens
 
     return [Stop(tokens, reason, is_unproven(tokens)) for tokens, reason in reasons.items() if resumed < tokens < end]
 
@@ -98,7 +98,7 @@ def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
     """The last boundary of the prompt, if the engine does not stop there by default. This stop is chosen first and
     does not count toward the limit, like the engine's own last stop: without this stop a repeated prompt has no hit."""
     end = prompt.end_boundary(boundary_tokens)
-    if prompt.keeps_end or end <= prompt.resumed_tokens or price == float("inf"):
+    if prompt.engine_stops_at_end or end <= prompt.resumed_tokens or price == float("inf"):
         return []
     return [Stop(end, StopReason.END)]
 

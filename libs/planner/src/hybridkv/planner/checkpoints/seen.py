@@ -130,8 +130,12 @@ class SeenPrefixes:
         within = places[bisect.bisect_left(places, -max(held, end), key=neg) :]
         missed = next((place for place in within if self._is_used(keys, place, missed_since)), 0)
         known = self._seen.get(keys[held - 1]) or self._seen.get(keys[self._grain.cell(held) - 1]) if held else None
-        is_cut = missed > held or (held > resumed and (known is None or known.end_tokens <= held * boundary_tokens))
-        prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
+        is_divergence_unknown = missed > held or (
+            held > resumed and (known is None or known.end_tokens <= held * boundary_tokens)
+        )
+        prompt = msgspec.structs.replace(
+            prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_divergence_unknown=is_divergence_unknown
+        )
         last = self._seen.get(keys[held - 1]) if held and self._diverges(keys, resumed, held, prompt) else None
         diverged = last.end_tokens - held * boundary_tokens if last else 0
         old_since = usage.experience.bytes_ever - OLD_SHARE * usage.capacity_bytes
@@ -140,9 +144,9 @@ class SeenPrefixes:
         return msgspec.structs.replace(
             prompt,
             branches=branches,
-            diverged_tokens=max(0, diverged),
+            earlier_rest_tokens=max(0, diverged),
             aged_tokens=(resumed - recent) * boundary_tokens,
-            known_share=self._num_reached / self._num_awaited,
+            reused_divergence_share=self._num_reached / self._num_awaited,
         )
 
     def note(
@@ -175,7 +179,10 @@ class SeenPrefixes:
             seen.used_at = now
             self._seen[keys[place - 1]] = seen
         if not prompt.starts_over:
-            known = {0 if prompt.is_cut else held, *(tokens // boundary_tokens for tokens in prompt.branches)}
+            known = {
+                0 if prompt.is_divergence_unknown else held,
+                *(tokens // boundary_tokens for tokens in prompt.branches),
+            }
             self._await(keys, [place for place in known if resumed < place])
         if held and diverges:
             self._seen[keys[held - 1]].is_divergence = True
@@ -196,7 +203,7 @@ class SeenPrefixes:
 
     def _diverges(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
         """True if this request is the first to diverge here: the boundary has no state, or only one by guess."""
-        if prompt.starts_over or prompt.is_cut:
+        if prompt.starts_over or prompt.is_divergence_unknown:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
         return held > resumed or (seen is not None and seen.is_guess)

@@ -1,4 +1,4 @@
-"""Inputs of a placement, and the placement."""
+"""Inputs and result of `plan_stops`: where a prefill stops to store states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StopReason(enum.StrEnum):
     BRANCH = "branch"
     """Earlier requests diverged here."""
     SPACED = "spaced"
-    """Before the end of the prompt, where later requests are likely to diverge from it."""
+    """A guess: the savings from likely divergences exceed the cost. Not evenly spaced."""
     END = "end"
     """The last boundary of the prompt, if the engine does not stop there by default."""
 
@@ -38,29 +38,31 @@ class Prompt(msgspec.Struct, frozen=True):
     resumed_tokens: int = 0
     """Length of the prefix that is not computed: the engine holds it, or it is loaded."""
     junction_tokens: int = 0
-    """Last boundary up to which the store holds all FULL groups; not above `resumed_tokens` if there is none."""
+    """Last boundary up to which the store holds all FULL groups. At most `resumed_tokens` if there is no junction."""
     branches: tuple[int, ...] = ()
     """Known boundaries on this path at which earlier requests diverged."""
-    diverged_tokens: int = 0
+    earlier_rest_tokens: int = 0
     """Distance in tokens from the divergence to the end of the earlier prompt, if this prompt is the first to diverge
     there. 0 if there is no such divergence, or if it is unknown."""
     aged_tokens: int = 0
     """Number of `resumed_tokens` that a small store would have evicted: see `SeenPrefixes.add_facts`."""
     missed_tokens: int = 0
-    """Number of tokens after `held_tokens` that were used recently and then evicted: see `SeenPrefixes.add_facts`."""
-    is_cut: bool = False
-    """No known divergence at `junction_tokens`: the rest of an earlier path was evicted, or it was an answer."""
-    known_share: float = 0.0
-    """Share of the boundaries with a divergence that a later request used again."""
+    """Number of tokens after `held_tokens` that were used recently, but are not held: see `SeenPrefixes.add_facts`."""
+    is_divergence_unknown: bool = False
+    """No divergence is known at `junction_tokens`: more of this prompt was used recently and is not held, or no known
+    earlier prompt continues there, as after an answer."""
+    reused_divergence_share: float = 0.0
+    """Of all boundaries at which a request diverged: the share that a later request reached again."""
     starts_over: bool = False
-    """The request was admitted before, and starts again after a preemption or a failed load. The stored and recorded
-    content of its path may be its own, so it does not count as a divergence."""
-    keeps_end: bool = True
-    """The engine stops at `end_boundary` by default. False if boundaries are longer than the engine's blocks: it stops
-    at the last block only."""
+    """The request was admitted before, and starts again after a preemption or a failed load. It may have stored the
+    content of its path itself, so the end of this content does not count as a divergence."""
+    engine_stops_at_end: bool = True
+    """The engine stops at `end_boundary` by default. May be False if the distance between boundaries is larger than a
+    block: the engine stops at the end of the last whole block, which need not be a boundary."""
 
     def end_boundary(self, boundary_tokens: int) -> int:
-        """The last boundary before the last token, which is always computed. The state at this boundary is kept."""
+        """The last boundary before the last token, which is always computed. The engine keeps the state there if
+        `engine_stops_at_end`; otherwise an END stop stores it."""
         return max(0, self.num_tokens - 1) // boundary_tokens * boundary_tokens
 
     def held_tokens(self, boundary_tokens: int) -> int:
@@ -97,7 +99,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_stops: int = 8
     """Maximum number of additional steps for one request."""
     max_extra_share: float = 0.02
-    """Maximum cost of stops, as a share of the recently computed tokens, including this prompt."""
+    """Maximum cost of all stops except END, as a share of the recently computed tokens, including this prompt. A new
+    store allows more stops at known divergences: see `KNOWN_TOKENS`."""
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -117,6 +120,6 @@ class Placement(msgspec.Struct, frozen=True):
     stops: tuple[Stop, ...] = ()
     left_out: LeftOut = LeftOut()
     boundary_tokens: int = 0
-    """Distance between boundaries: every stop is a multiple of it. 0 if no stops were planned."""
+    """Distance between boundaries: every stop is a multiple of it. 0 if `plan_stops` did not run."""
     extra_tokens: float = 0.0
-    """Cost of the stops, in tokens of prefill."""
+    """Cost of all stops except END, in tokens of prefill."""

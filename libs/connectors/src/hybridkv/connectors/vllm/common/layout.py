@@ -66,7 +66,7 @@ def choose_chunk(
         return chunk
     unit, path, found = math.lcm(chunk_unit(specs), hash_tokens), f"{ROOT}.chunk_tokens", findings[0]
     nearest = found.nearest_chunk_tokens
-    if found.problem is Problem.NO_GAIN:
+    if found.problem is Problem.MISALIGNED_CHUNK:
         whole = sorted(
             {spec.block_tokens for spec in specs if spec.kind is not GroupKind.SCRATCH and not spec.part_tokens}
         )

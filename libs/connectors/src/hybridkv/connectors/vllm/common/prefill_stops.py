@@ -51,7 +51,7 @@ class _StoppingRequest:
 
     def has_known_stop(self, start_tokens: int, end_tokens: int) -> bool:
         """Whether a known stop lies in (`start_tokens`, `end_tokens`]: a boundary at which prompts have diverged or
-        end, or the engine's own boundary. Evenly spaced stops do not count."""
+        end, or the engine's own boundary. SPACED stops do not count: they are guesses."""
         most = min(end_tokens, self.request.num_prompt_tokens)
         known = (
             stop.num_tokens
@@ -103,8 +103,8 @@ class PrefillStops:
         """Ends a lookup and sets the first boundary.
 
         With the boundary at the end of a load, the engine keeps the loaded state, but the first prefill chunk passes
-        other stops. So a known stop within that chunk takes precedence over the loaded state. An evenly spaced stop
-        does not: requests resume at the loaded state, but none has resumed at the spaced stop yet.
+        other stops. So a known stop within that chunk takes precedence over the loaded state. A SPACED stop does not:
+        requests resume at the loaded state, but none has resumed at the SPACED stop yet.
 
         Args:
             request: the request of the lookup.

@@ -94,7 +94,7 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
             f"{ROOT}.weights_digest",
             _CHOICES["weights_digest"],
             "nothing",
-            "two models of one name would share a cache",
+            "two sets of weights with an empty name would share a cache",
         )
     return config
 

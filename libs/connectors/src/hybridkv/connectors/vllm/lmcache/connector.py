@@ -61,8 +61,8 @@ class HybridLMCacheConnector(StoreConnector):
             if self._child_place.admission is None:
                 admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             room = LoadRoom(admission, time.monotonic)
-            self._builder = LMCacheBuilder(vllm_config, config, layout, room, self._metrics)
-            self._scheduler = WaitingScheduler(self._builder.num_ranks, NAME, LMCachePlan())
+            self._scheduler_builder = LMCacheBuilder(vllm_config, config, layout, room, self._metrics)
+            self._scheduler = WaitingScheduler(self._scheduler_builder.num_ranks, NAME, LMCachePlan())
         else:
             device_type = vllm_config.device_config.device_type
             self._device = devices.open_device(device_type, config.copies)
@@ -84,7 +84,7 @@ class HybridLMCacheConnector(StoreConnector):
         return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> LMCacheScheduler:
-        self._scheduler = self._builder.build(waiting.facts)
+        self._scheduler = self._scheduler_builder.build(waiting.facts)
         return self._scheduler
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:

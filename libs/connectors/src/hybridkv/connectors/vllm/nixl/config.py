@@ -51,7 +51,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         lease_seconds: time that a producer holds blocks without a renewal by the consumer.
         max_leases: maximum leases at the same time, of running and of finished requests. Further requests are not
             handed over.
-        connect_timeout_seconds: timeout of each step of a connection: the proof of the secret, then the descriptions.
+        connect_timeout_seconds: timeout of each of two steps: the peer proves the secret; the peer describes itself.
         load_timeout_seconds: maximum time of a load; a longer load fails.
         without_prefix_caching: True if the operator switched prefix caching off on purpose, and this model resumes
             prefixes.
@@ -110,7 +110,7 @@ def require_ports(listen: ListenConfig, num_ranks: int) -> None:
         ConfigurationError: there are more ranks than a consumer accepts, or the last ranks' ports exceed 65535.
     """
     if num_ranks > MAX_RANKS:
-        hint = "a consumer connects to at most this many ranks for one request"
+        hint = f"a consumer connects to at most {MAX_RANKS} ranks for one request"
         raise ConfigurationError("tensor_parallel_size", f"at most {MAX_RANKS} ranks in a producer", num_ranks, hint)
     last = listen.port + num_ranks - 1
     if listen.port and last > MAX_PORT:
@@ -122,9 +122,10 @@ def require_ports(listen: ListenConfig, num_ranks: int) -> None:
 def _require_valid(config: NixlConfig) -> None:
     for name in _KEYS_IN_SECONDS:
         if not 0 < getattr(config, name) < math.inf:
-            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
+            hint = f"{getattr(NixlConfig(), name):g} is the default"
+            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), hint)
     if not 0 < config.max_leases <= MAX_LEASES:
-        raise ConfigurationError(f"{ROOT}.max_leases", f"1 to {MAX_LEASES}", config.max_leases, "1024 is usual")
+        raise ConfigurationError(f"{ROOT}.max_leases", f"1 to {MAX_LEASES}", config.max_leases, "1024 is the default")
     if not 0 <= config.listen.port <= MAX_PORT:
         raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "for example 14579")
     if not config.listen.host.strip():
@@ -137,7 +138,7 @@ def _require_valid(config: NixlConfig) -> None:
             f"{ROOT}.allowed_hosts", "names, addresses and networks", str(error), '["10.0.0.0/8", "prefill-1"]'
         ) from None
     if not config.weights_digest.strip():
-        hint = "two models with the same name would count as the same model"
+        hint = "two sets of weights with an empty name would count as the same weights"
         raise ConfigurationError(
             f"{ROOT}.weights_digest", '"sampled", "full", or your own name for these weights', "nothing", hint
         )

@@ -246,7 +246,7 @@ class Checkpoints:
                     max(start, begins_at),
                     junction,
                     starts_over=tracked.checkpoint_state.was_admitted,
-                    keeps_end=self._keeps_end(request.num_prompt_tokens),
+                    engine_stops_at_end=self._engine_stops_at_end(request.num_prompt_tokens),
                 )
                 # The last plan stays if the engine looks up again because it had no room, and nothing has changed.
                 if tracked.checkpoint_state.bare_prompt != bare_prompt:
@@ -257,7 +257,7 @@ class Checkpoints:
         if self._is_alone:
             self._prefill_stops.end(request, start, is_loaded=offered_tokens > 0)
 
-    def _keeps_end(self, num_prompt_tokens: int) -> bool:
+    def _engine_stops_at_end(self, num_prompt_tokens: int) -> bool:
         """Whether the engine itself hands over the state from which the same prompt would resume."""
         step, cut = self._step_tokens, self._options.cut_tokens
         if step == cut or self._layout.spec.tail_tokens is not None:

@@ -69,13 +69,13 @@ class HybridOffloadConnector(StoreConnector):
             admission = self._child_place.admission or LoadAdmission(
                 layout.spec, compat.max_in_flight_tokens(vllm_config)
             )
-            self._builder = OffloadBuilder(
+            self._scheduler_builder = OffloadBuilder(
                 BuilderInputs(
                     vllm_config, config, layout, sizes, admission, self._metrics, self._child_place.prefill_stops
                 )
             )
-            self._scheduler = WaitingScheduler(self._builder.num_ranks, "HybridOffloadConnector", StepPlan())
-            if self._builder.needs_no_worker:
+            self._scheduler = WaitingScheduler(self._scheduler_builder.num_ranks, "HybridOffloadConnector", StepPlan())
+            if self._scheduler_builder.needs_no_worker:
                 self._open()
         else:
             device_type = vllm_config.device_config.device_type
@@ -105,7 +105,7 @@ class HybridOffloadConnector(StoreConnector):
         return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
-        self._scheduler = self._builder.build(waiting.facts)
+        self._scheduler = self._scheduler_builder.build(waiting.facts)
         if compat.publishes_kv_events(self._vllm_config):
             self._scheduler.enable_kv_events(compat.event_groups(self._kv_cache_config))
         return self._scheduler

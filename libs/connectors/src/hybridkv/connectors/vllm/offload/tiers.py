@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv")
 
 _OTHERS_MODE = 0o077
-_FIELDS = {"capacity_bytes": "capacity"}
+_KEY_OF_OPTION = {"capacity_bytes": "capacity"}
 """Configuration key of each tier option that has another name."""
 
 
@@ -90,7 +90,7 @@ class ArenaSizes:
 
     rank_bytes: int
     granule_bytes: int
-    smallest_bytes: int = 1
+    smallest_chunk_bytes: int = 1
 
 
 def clock() -> float:
@@ -117,9 +117,10 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
             f'a prefix can hit only if all its chunks fit; try "{format_size(64 * smallest).replace(" ", "")}" or more',
         )
     _require_memory(capacity)
-    # There is no chunk size if nothing is stored: attention never reads before the current chunk.
-    smallest_bytes = next(iter(layout.chunk_sizes()), granule)
-    return ArenaSizes(capacity // layout.world_size // granule * granule, granule, smallest_bytes)
+    # Nothing is stored if no group needs content at a boundary, as when each attention chunk ends there. Then there is
+    # no chunk size.
+    smallest_chunk_bytes = next(iter(layout.chunk_sizes()), granule)
+    return ArenaSizes(capacity // layout.world_size // granule * granule, granule, smallest_chunk_bytes)
 
 
 def require_host(config: OffloadConfig) -> None:
@@ -161,7 +162,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
         ConfigurationError: a tier cannot be opened.
     """
     try:
-        primary = RamIndex(sizes.rank_bytes, sizes.granule_bytes, sizes.smallest_bytes)
+        primary = RamIndex(sizes.rank_bytes, sizes.granule_bytes, sizes.smallest_chunk_bytes)
     except TierConfigurationError as error:
         raise _of_tier(config, "ram", error) from error
     logger.info(
@@ -197,9 +198,9 @@ def secondary_tiers(
             index.close()
             raise ConfigurationError(
                 f"{config.path_of(name)}.lookup_timeout_seconds",
-                "a tier that answers late",
-                f"one of type {name}, which answers at once",
-                "leave it out",
+                "a tier with async lookups: peer or object",
+                f"a tier of type {name}, which has a local index",
+                "remove lookup_timeout_seconds",
             )
         secondary.append(SecondaryTier(name, index, options))
     return secondary
@@ -207,7 +208,7 @@ def secondary_tiers(
 
 def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) -> ConfigurationError:
     of_all = error.field in OffloadConfig.__struct_fields__
-    path = f"{ROOT if of_all else config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
+    path = f"{ROOT if of_all else config.path_of(name)}.{_KEY_OF_OPTION.get(error.field, error.field)}"
     return ConfigurationError(path, error.expected, repr(error.got), error.hint)
 
 
@@ -215,7 +216,8 @@ def open_index(tier: SecondaryTierConfig, inputs: IndexInputs) -> TierIndex:
     """Opens the index of a secondary tier.
 
     Raises:
-        TierConfigurationError: the tier cannot be opened. `field` is a key of its configuration.
+        TierConfigurationError: the tier cannot be opened. `field` is the name of a tier option; `_of_tier` turns it
+            into a configuration key.
     """
     match tier:
         case DiskTierConfig():
@@ -261,7 +263,9 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
             raise ConfigurationError(
                 "data_parallel_size",
                 f"1 with {tier}",
-                size if size != 1 else f"rank {rank} on this host of a group that is given one configuration",
+                size
+                if size != 1
+                else f"rank {rank} of data-parallel engines on this host that share one configuration",
                 f"its {what} belongs to one engine; use an object tier or host memory alone, or start each engine by "
                 f"itself with its own {what}",
             )
@@ -359,7 +363,7 @@ def _peer_addresses(config: PeerTierConfig) -> PeerAddresses:
         raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
     listen = parse_address(config.listen)
     assert listen is not None
-    return PeerAddresses(secret, listen, _listed_peers(config), _transport)
+    return PeerAddresses(secret, listen, _listed_peers(config), _nixl_transport)
 
 
 def _listed_peers(config: PeerTierConfig) -> tuple[tuple[str, int], ...]:
@@ -374,11 +378,11 @@ def hinted_peers(config: PeerTierConfig) -> Callable[[tuple[str, int]], bool]:
     return lambda address: address in listed or (address[0] in hosts and not is_wildcard(address[0]))
 
 
-def _transport(name: str) -> Transport:
+def _nixl_transport(agent_name: str) -> Transport:
     # Imported here, because it loads libraries that a process without this tier does not need.
     from hybridkv.peers.transport.nixl import NixlTransport
 
-    return NixlTransport(name)
+    return NixlTransport(agent_name)
 
 
 def object_index(

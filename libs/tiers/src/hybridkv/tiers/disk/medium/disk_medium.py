@@ -417,7 +417,7 @@ class Runner:
             else:
                 self._end(operation, Completion(operation.ticket, failure))
             self._condition.notify_all()
-        self._cache.close_unused()
+        self._cache.close_forgotten()
 
     def _opened(self, operation: DiskOperation) -> tuple[OpenSegment | None, Failure | None]:
         is_direct = self._direct.is_on

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class DirectMode:
-    """Mode of file opens: with O_DIRECT as configured, until the file system refuses it."""
+    """Mode of file opens. With `"auto"`, O_DIRECT is used until the file system refuses it. `True` never falls back."""
 
     def __init__(self, direct: bool | Literal["auto"]) -> None:
         self._may_fall_back = direct == "auto"
         self.is_on = direct is not False
 
     def falls_back(self, error: OSError) -> bool:
-        """True if the error means that the file system has no O_DIRECT. Then turns O_DIRECT off."""
+        """With `"auto"`: if the error is EINVAL, turns O_DIRECT off and returns True. Otherwise returns False."""
         if error.errno != errno.EINVAL or not self._may_fall_back:
             return False
         if self.is_on:
@@ -61,7 +61,7 @@ class SegmentCache:
         self._directory_lock = threading.Lock()
         self._directory: Directory | None = None
         self._open: OrderedDict[int, OpenSegment] = OrderedDict()
-        self._unused: list[int] = []
+        self._fds_to_close: list[int] = []
 
     @contextmanager
     def opened(self, number: int) -> Iterator[OpenSegment]:
@@ -73,7 +73,7 @@ class SegmentCache:
             self.release(segment)
 
     def acquire_open(self, number: int) -> OpenSegment | None:
-        """Segment if its file is open, else None. Call `release` afterwards. Touches no file."""
+        """The segment if its file is open in the present O_DIRECT mode, else None. Call `release` afterwards."""
         with self._lock:
             segment = self._open.get(number)
             if segment is None or segment.is_direct != self.direct.is_on:
@@ -87,7 +87,7 @@ class SegmentCache:
         segment = self.acquire_open(number)
         if segment is not None:
             return segment
-        # Open without the lock: a blocked device must not delay users of other open files.
+        # Open without `_lock`: a blocked device must not delay users of open files.
         is_direct = self.direct.is_on
         segment = OpenSegment(self._open_file(number, is_direct), is_direct)
         segment.num_users = 1
@@ -102,7 +102,7 @@ class SegmentCache:
         """Undo `acquire`."""
         with self._lock:
             segment.num_users -= 1
-            self._close_if_idle(segment)
+            self._queue_close_if_idle(segment)
 
     def forget(self, number: int) -> bool:
         """Remove a segment from the cache: the next use opens the file again. False if it was not open."""
@@ -112,12 +112,12 @@ class SegmentCache:
         return segment is not None
 
     def close(self) -> None:
-        """Close unused files and the directory. Files in use stay open until `release` and `close_unused`."""
+        """Close the directory and files without users. Other files stay open until `release` and `close_forgotten`."""
         with self._lock:
             for segment in self._open.values():
                 self._forget(segment)
             self._open.clear()
-        self.close_unused()
+        self.close_forgotten()
         if self._directory_lock.acquire(timeout=1.0):
             try:
                 if self._directory is not None:
@@ -129,17 +129,17 @@ class SegmentCache:
     def _forget(self, segment: OpenSegment | None) -> None:
         if segment is not None:
             segment.is_forgotten = True
-            self._close_if_idle(segment)
+            self._queue_close_if_idle(segment)
 
-    def _close_if_idle(self, segment: OpenSegment) -> None:
+    def _queue_close_if_idle(self, segment: OpenSegment) -> None:
         if segment.is_forgotten and not segment.num_users:
-            self._unused.append(segment.fd)
+            self._fds_to_close.append(segment.fd)
 
-    def close_unused(self) -> None:
-        """Close files without users. May wait for a device."""
+    def close_forgotten(self) -> None:
+        """Close the files that left the cache and have no users. May wait for a device."""
         with self._lock:
-            unused, self._unused = self._unused, []
-        for fd in unused:
+            fds, self._fds_to_close = self._fds_to_close, []
+        for fd in fds:
             try:
                 self._io.close(fd)
             except OSError as error:  # the system closes the descriptor even on an error

@@ -5,11 +5,12 @@ A record is found in one of two ways:
 - Listed: the snapshot, or a change after it, lists the record. The record must lie inside a segment that has a header
   of the present epoch on every rank. Its bytes are not read here: loads verify them.
 - Searched: the record is read from a segment. Its header must be whole and contain the address where it was read. The
-  segment must be sealed, or the payload must match its checksum. Every rank must have the record at the same address.
+  segment must have its seal page on every rank, or the payload must match its checksum. Every rank must have the record
+  at the same address.
 
 Withdrawn records are dropped. Of several records of one key, the last written record counts: the one with the highest
-address. The order in the files does not tell which one this is. A snapshot is written while the index continues to
-work, so it may already contain the effect of a change that is replayed after it.
+address. The order of entries in the snapshot and the changes does not show which record was written last: a snapshot is
+written while the index continues to work, so it may already contain the effect of a change that is replayed after it.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def drop_missing(end_of: Mapping[int, int], records: FoundRecords, doubtful: Ite
 
 
 EPOCHS_AHEAD = 1 << 32
-"""Increase of the epoch if the epoch file is lost and a segment's epoch is unknown. Each clear of a cache increases the
-epoch by 1, and no cache is cleared so many times."""
+"""Increase of the epoch if recovery begins a new epoch while the epoch of a segment is unknown. Each clear of a cache
+increases the epoch by 1, and no cache is cleared so many times."""
 
 
 class FoundStore(NamedTuple):
@@ -163,13 +164,17 @@ class FoundStore(NamedTuple):
     num_changes: int
     """Number of changes read after the snapshot."""
     resume_at: changes.Decoded | None
-    """File of changes to continue, if the file and the snapshot list exactly the found records; else None."""
+    """File of changes to continue. None if the file is missing or damaged, a listed write had not ended, a listed
+    record is withdrawn, or a segment has unlisted bytes."""
     is_restarted: bool = False
     """True if segment numbers restart from 0, so that addresses are assigned again."""
 
 
 def recover(namespace: NamespaceFiles, max_metadata_bytes: int, max_records: int) -> FoundStore:
-    """Read the store. An unreadable file counts as damaged. Reads at most `max_records` records of a snapshot.
+    """Read the store. Reads at most `max_records` records of a snapshot.
+
+    A file counts as damaged if it cannot be read. A segment with a file that cannot be opened counts as unavailable,
+    and is left alone.
 
     `OSError` if a directory cannot be read, a file is not this user's own, or this process is short of a resource.
     """
@@ -234,7 +239,10 @@ def _read_epoch(namespace: NamespaceFiles, headers: dict[int, Row]) -> tuple[int
         return epoch, False
     if data is None and not headers:
         return 0, True
-    logger.warning("%s: the epoch is lost: what is stored may have been cleared", namespace.path)
+    logger.warning(
+        "%s: the epoch file is lost or damaged: stored chunks may be from before a reset, so they are dropped",
+        namespace.path,
+    )
     return _unused_epoch(headers, 0), True
 
 
@@ -258,7 +266,7 @@ class _Listed(NamedTuple):
 
     records: FoundRecords
     frontier: Frontier | None
-    """Limit of the listed records, for the search for other records. None: these may be in every segment."""
+    """Limit of the listed records, for the search for other records. None: every segment may hold unlisted records."""
     num_changes: int
     resume_at: changes.Decoded | None
 
@@ -274,7 +282,7 @@ def _read_listed(
         return _Listed(FoundRecords(), None, 0, None)
     since = _read_changes(namespace, snapshot.checksum_of(data), bounds.file_bytes)
     end_of = {segment.number: segment.segment_bytes for segment in segments}
-    records, doubtful = _listed(saved, end_of)
+    records, doubtful = _records_of_snapshot(saved, end_of)
     if since is not None and since.changes:
         doubtful |= replay(records, keys_at(saved, since.changes), since.changes)
     drop_missing(end_of, records, doubtful)
@@ -289,7 +297,9 @@ def _read_changes(namespace: NamespaceFiles, base: bytes, max_bytes: int) -> cha
     data = _read_metadata(namespace, CHANGES_NAME, min(max_bytes, LARGEST_CHANGES_BYTES))
     since = None if data is None else changes.decode(data, namespace.digest, base)
     if since is not None and not since.is_whole:
-        logger.info("%s: the last changes are not whole; reading what is newer", namespace.path)
+        logger.info(
+            "%s: the end of the file of changes is damaged; searching the segments for later records", namespace.path
+        )
     return since
 
 
@@ -297,12 +307,21 @@ def _read_journal(namespace: NamespaceFiles, max_bytes: int) -> list[JournalEntr
     data = _read_metadata(namespace, JOURNAL_NAME, min(max_bytes, LARGEST_JOURNAL_BYTES))
     found = [] if data is None else decode_journal(data, namespace.digest)
     if found is None:
-        logger.warning("%s: the quarantine journal is damaged; loads verify anyway", namespace.path)
+        logger.warning(
+            "%s: the journal of withdrawn records (%s) is damaged; withdrawn records may return, but loads "
+            "verify their bytes",
+            namespace.path,
+            JOURNAL_NAME,
+        )
         return []
     num_damaged = 0 if data is None else num_journal_entries(data) - len(found)
     if num_damaged:
         logger.warning(
-            "%s: %d entries of the quarantine journal are damaged; loads verify anyway", namespace.path, num_damaged
+            "%s: %d entries of the journal of withdrawn records (%s) are damaged; withdrawn records may return, but "
+            "loads verify their bytes",
+            namespace.path,
+            num_damaged,
+            JOURNAL_NAME,
         )
     return found
 
@@ -332,7 +351,7 @@ def _remove_withdrawn(records: FoundRecords, withdrawals: list[JournalEntry]) ->
     return len(covered)
 
 
-def _listed(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
+def _records_of_snapshot(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
     """Records of a snapshot, and the keys of records outside of the present segments."""
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)

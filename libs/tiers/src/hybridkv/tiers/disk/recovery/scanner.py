@@ -1,4 +1,5 @@
-"""Scan of segment files at a start: reads the header of each file, and finds records that no snapshot lists.
+"""Scan of segment files at a start: reads the header of each file, and finds records that neither the snapshot nor the
+changes list.
 
 Changes nothing on disk.
 """
@@ -47,7 +48,7 @@ SEARCH_BYTES = 1 << 18
 """Bytes of one read in the search for the next record."""
 PIECE_BYTES = 1 << 20
 """Bytes of one read of a payload. Bounded, because a header may contain any size."""
-MAX_HOLE_BYTES = 1 << 26
+MAX_PAYLOAD_HOLE_BYTES = 1 << 26
 """Most bytes of holes in a payload. A payload with more bytes of holes counts as damaged."""
 SCAN_THREADS = 8
 """Segments read in parallel. The address of a record is known only after the read of the previous record, so a single
@@ -172,13 +173,13 @@ class Frontier(NamedTuple):
     """Limit of the listed records: unlisted records are at or after the limit, or at pending addresses."""
 
     next_number: int
-    """Upper bound of segment numbers, exclusive."""
-    first_number: int
+    """Upper bound, exclusive, of the segment numbers in the snapshot and the changes."""
+    scan_from: int
     """First segment that may hold unlisted records. In the segment of `next_address`, only from `next_address` on."""
     next_address: int
     """Upper bound of the addresses of known records, exclusive."""
     pending: frozenset[int]
-    """Addresses of records that were still written."""
+    """Addresses of records whose writes had not ended."""
 
 
 class SegmentSearch(NamedTuple):
@@ -186,9 +187,9 @@ class SegmentSearch(NamedTuple):
 
     segment: FoundSegment
     offsets: tuple[int, ...]
-    """Offsets of records that were still written."""
+    """Offsets of records whose writes had not ended."""
     start: int
-    """The search reads all bytes from this offset to the end of the segment."""
+    """The search covers these records, and the range from this offset to the segment's `end_offset`."""
 
 
 def searches_from(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[SegmentSearch]:
@@ -200,7 +201,7 @@ def searches_from(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[
     searches = []
     for segment in segments:
         start = SEGMENT_HEAD_BYTES
-        if segment.number < frontier.first_number:
+        if segment.number < frontier.scan_from:
             start = segment.end_offset
         elif segment.number == number_of(frontier.next_address):
             start = first_offset
@@ -228,7 +229,7 @@ def search_all(namespace: NamespaceFiles, searches: Sequence[SegmentSearch]) -> 
 
 
 def _search(namespace: NamespaceFiles, search: SegmentSearch) -> list[FoundRecord] | None:
-    """Records that every rank has at the same address. None if no bytes were written there."""
+    """Records that every rank has at the same address. None if no bytes were written in the searched range."""
     common: dict[FoundRecord, None] | None = None
     is_read = False
     for rank, directory in enumerate(namespace.ranks):
@@ -247,7 +248,7 @@ def _search(namespace: NamespaceFiles, search: SegmentSearch) -> list[FoundRecor
 def _search_file(
     directory: Directory, rank: int, search: SegmentSearch, digest: bytes
 ) -> dict[FoundRecord, None] | None:
-    """Records in one rank's file. None if no bytes were written there."""
+    """Records in one rank's file. None if no bytes were written in the searched range."""
     segment = search.segment
     fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
     try:
@@ -283,7 +284,7 @@ def _headers_in(file: _File, search: SegmentSearch) -> Iterator[RecordHeader]:
 
 
 class _File:
-    """One rank's open file of a segment. Reads each byte of a searched range once."""
+    """One rank's open file of a segment. Keeps the last read window, to avoid most second reads."""
 
     def __init__(self, directory: Directory, fd: int, segment: FoundSegment) -> None:
         self._directory = directory
@@ -311,7 +312,7 @@ class _File:
         segment if there is none."""
         while offset < self._segment.end_offset:
             if not self._window_at <= offset < self._window_at + len(self._window):
-                offset = self._read_window(offset)
+                offset = self._move_window(offset)
             first_page = (offset - self._window_at) // PAGE_BYTES
             words = np.frombuffer(self._window, "<u8")[:: PAGE_BYTES // 8][first_page:]
             places = np.flatnonzero(words == _MAGIC_NUMBER)
@@ -320,7 +321,7 @@ class _File:
             offset = self._window_at + max(len(self._window), PAGE_BYTES)
         return self._segment.end_offset
 
-    def _read_window(self, offset: int) -> int:
+    def _move_window(self, offset: int) -> int:
         """Read the window at `offset`, or at the next written page. Returns its offset."""
         end_offset = self._segment.end_offset
         written = self._directory.io.next_data(self._fd, offset) // PAGE_BYTES * PAGE_BYTES
@@ -339,7 +340,7 @@ class _File:
         while offset < end_offset:
             written = min(io.next_data(self._fd, offset), end_offset)
             hole_bytes += max(written - offset, 0)
-            if hole_bytes > MAX_HOLE_BYTES:
+            if hole_bytes > MAX_PAYLOAD_HOLE_BYTES:
                 return False
             while offset < written:
                 digest.update(_ZEROS[: written - offset])

@@ -27,8 +27,8 @@ class NotReadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Status of an adapter's files. Every change of a file gives another signature, even if a program restores the
-    file's times.
+    """Status of an adapter's files. A change of a file gives another signature, even if a program restores the file's
+    times, except within one clock tick of the change before.
 
     Args:
         entries: name, device, inode, size, mtime and ctime of the files, of their directory, and of symbolic links on
@@ -52,7 +52,7 @@ def local_directory(path: str) -> Path:
     """Directory in which an engine looks for an adapter.
 
     Raises:
-        NotReadableError: the path does not exist on this machine; it may be a name on a hub.
+        NotReadableError: a relative path does not exist on this machine; it may be a name on a hub.
     """
     found = Path(os.path.expanduser(path))
     if not found.is_absolute() and not found.exists():
