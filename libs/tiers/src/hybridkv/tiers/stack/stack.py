@@ -9,9 +9,10 @@ request waits for them (`prefetches.py`). A tier starts no prefetch while it pro
 
 The stack moves no bytes: `take_moves` returns the moves for the media, `on_move` records their outcomes.
 
-No call blocks. A lease waits until all its chunks have arrived, one of them is lost, or the deadline passes. Lookups,
-`acquire`, `lease`, `prefetch`, `take_moves` and `tick` check the deadlines. The space of a timed-out promotion stays
-reserved until the media report its end.
+No call blocks, except `clear` and `close`: a disk's index waits a limited time for its files. A lease waits until all
+its chunks have arrived, one of them is lost, or the deadline passes. Lookups, `acquire`, `lease`, `prefetch`,
+`take_moves` and `tick` check the deadlines. The space of a timed-out promotion stays reserved until the media report
+its end.
 """
 
 from __future__ import annotations
