@@ -189,7 +189,7 @@ class Everything:
     def __call__(self, group_index: int, end_token: int) -> LookupResult:
         return LookupResult.HIT
 
-    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+    def num_leading_held(self, group_index: int, first_end: int, last_end: int) -> int:
         return (last_end - first_end) // self._chunk_tokens + 1
 
     def last_held(self, group_index: int, first_end: int, last_end: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.common.blocks.blocks import BlockIds, lazy_tables
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockIds, lazy_resolver
 
 NULL = 0
 
@@ -76,10 +76,10 @@ def test_a_lazy_table_shows_later_changes_of_its_blocks() -> None:
 
 def test_a_table_is_not_read_if_the_engine_gives_its_blocks() -> None:
     manager = Manager([[Block(5)], [Block(NULL), Block(6)]])
-    tables = lazy_tables(manager.get_block_ids)("a")
+    tables = lazy_resolver(manager.get_block_ids)("a")
     assert [list(table) for table in tables] == [[5], [NULL, 6]]
     assert manager.num_read == 0
 
 
 def test_a_table_is_read_if_the_engine_gives_only_ids() -> None:
-    assert lazy_tables(lambda request_id: [[5]])("a") == [[5]]
+    assert lazy_resolver(lambda request_id: [[5]])("a") == [[5]]

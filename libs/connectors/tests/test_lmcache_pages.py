@@ -51,8 +51,8 @@ def test_tables_for_the_server_equal_the_cut_of_whole_tables(
     chance.shuffle(copies)
     parts = page_transfer(where, geometry, copies, chunks)
     kept = {group: kept_blocks(geometry, group, number) for group in range(len(model.groups))}
-    assert parts.numbers == {group: len(each) for group, each in kept.items()}
-    assert parts.num_unkept == sum(
+    assert parts.num_pages_by_group == {group: len(each) for group, each in kept.items()}
+    assert parts.num_not_kept == sum(
         number * blocks - len(kept[group]) for group, blocks in enumerate(geometry.blocks_per_chunk)
     )
     sent = block_tables(geometry, parts, {part.group: part.block_ids for part in parts.parts})
@@ -83,7 +83,8 @@ def test_a_chunk_without_a_copy_of_a_group_has_zeros() -> None:
 )
 def test_invalid_copies_are_refused(copies: list[PageCopy], words: str) -> None:
     where = session_spec("deepseek-v4")
-    assert page_transfer(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], ChunkSpan(0, 1)).numbers == {3: 2}
+    transfer = page_transfer(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], ChunkSpan(0, 1))
+    assert transfer.num_pages_by_group == {3: 2}
     with pytest.raises(ValueError, match=words):
         page_transfer(where, geometry_of(where), copies, ChunkSpan(0, 1))
 
@@ -102,7 +103,7 @@ class SealedPages:
             for group, blocks in enumerate(geometry.blocks_per_chunk)
         ]
         self.parts: PageTransfer = page_transfer(self.session_spec, geometry, copies, ChunkSpan(1, 3))
-        taken = self.pool.take(self.parts.numbers)
+        taken = self.pool.take(self.parts.num_pages_by_group)
         assert taken is not None
         self.given: list[PageLease] = []
         self.memory = PoolMemory.of(self.pool)

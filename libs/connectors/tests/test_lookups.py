@@ -173,7 +173,7 @@ def test_keys_do_not_depend_on_order_and_batches(
             assert [key] == expected_keys(layout, group, first, first + 1)
         else:
             assert list(keys.between(group, first, stop)) == expected_keys(layout, group, first, stop)
-        assert 0 <= keys.cached(group)[0] <= keys.cached(group)[1] <= CHUNKS
+        assert 0 <= keys.cached_range(group)[0] <= keys.cached_range(group)[1] <= CHUNKS
 
 
 def test_a_scratch_group_has_no_number_in_keys() -> None:
@@ -256,7 +256,7 @@ def test_changed_hashes_drop_the_cached_keys() -> None:
     assert keys.key(0, 80) == layout.key(0, changed, 80) != layout.key(0, HASHES, 80)
     keys.between(0, 0, 10)
     keys.follow(changed[:6])
-    assert keys.cached(0)[0] == keys.cached(0)[1]
+    assert keys.cached_range(0)[0] == keys.cached_range(0)[1]
 
 
 changes = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.booleans(), spans), max_size=8)
@@ -286,7 +286,7 @@ def test_a_pending_key_is_held_unless_it_counts_as_a_miss(pending_is_miss: bool)
     for chunk in (4, 9):
         hold(index, layout.key(0, HASHES, (chunk + 1) * 8), LookupResult.PENDING)
     lookup = TierLookup(RequestKeys(layout.spec, layout.keys).follow(HASHES), index, pending_is_miss)
-    assert lookup.held(0, 8, 160) == (4 if pending_is_miss else 10)
+    assert lookup.num_leading_held(0, 8, 160) == (4 if pending_is_miss else 10)
     assert lookup.last_held(0, 8, 160) == (72 if pending_is_miss else 80)
     assert lookup.any_pending(0, 8, 80) is not pending_is_miss
     assert lookup(0, 40) is (LookupResult.MISS if pending_is_miss else LookupResult.PENDING)
@@ -297,9 +297,9 @@ def test_cached_keys_are_unique_and_without_gaps() -> None:
     for first, stop in pairwise((20, 30, 40, 50)):
         keys.between(0, first, stop)
     keys.between(0, 3, 4)
-    assert keys.cached(0) == (20, 50)
+    assert keys.cached_range(0) == (20, 50)
     keys.between(0, 0, 2)
-    assert keys.cached(0) == (0, 2)
+    assert keys.cached_range(0) == (0, 2)
 
 
 class FixedAnswers:

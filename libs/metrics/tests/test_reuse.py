@@ -154,6 +154,6 @@ def test_fading_halves_counts_and_forgetting_keeps_them() -> None:
     assert estimator.report().reused_tokens == 8 * CHUNK_TOKENS
     estimator.fade()
     assert estimator.report().prompt_tokens == estimator.report().reused_tokens * 2 == 8 * CHUNK_TOKENS
-    estimator.forget()
+    estimator.forget_chunks()
     estimator.count_prompt(8 * CHUNK_TOKENS, chunks)
     assert estimator.report().reused_tokens == 4 * CHUNK_TOKENS

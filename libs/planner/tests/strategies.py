@@ -72,7 +72,7 @@ class Ranges:
         ends = range(first_end, last_end + 1, step)
         return [(end, self.store.get((group_index, end), LookupResult.MISS)) for end in ends]
 
-    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+    def num_leading_held(self, group_index: int, first_end: int, last_end: int) -> int:
         count = 0
         for _, answer in self.answers(group_index, first_end, last_end, self.spec.chunk_tokens):
             if answer is LookupResult.MISS:

@@ -161,9 +161,9 @@ def test_the_first_chunk_of_a_full_prefix_is_looked_up_alone() -> None:
     spans: list[tuple[int, int]] = []
 
     class Watched(Ranges):
-        def held(self, group_index: int, first_end: int, last_end: int) -> int:
+        def num_leading_held(self, group_index: int, first_end: int, last_end: int) -> int:
             spans.append((first_end // CHUNK, last_end // CHUNK))
-            return super().held(group_index, first_end, last_end)
+            return super().num_leading_held(group_index, first_end, last_end)
 
     store = {(0, (c + 1) * CHUNK): LookupResult.HIT for c in range(LONG)}
     for computed in (0, 3 * CHUNK + 1):

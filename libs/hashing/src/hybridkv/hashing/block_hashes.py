@@ -1,7 +1,7 @@
 """Lazy chained block hashes of a growing request, for any block size.
 
-With the engine's hash function and root hash the values equal those of the engine's own chain, also for block sizes
-that the engine does not use. `RequestBlockHashList` has one block size; `HybridChunkBlockHashList` combines several.
+With the engine's hash function and root hash, the values equal those that the engine computes, or would compute, for
+the same block size. `RequestBlockHashList` has one block size; `HybridChunkBlockHashList` combines several.
 """
 
 import sys
@@ -137,9 +137,9 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
     or before token (i + 1) * logical_chunk_size. Chunks before `first_hashable_chunk_idx` are None, because a group has
     no full block there that would distinguish two prompts. `chunks[chunks.first_hashable_chunk_idx:]` has only hashes.
 
-    Chunks that end within the same block of every group have the same hash: they cover the same tokens. Nothing is
-    hashed twice, in any order of reads; groups with the same block size share block hashes. Tokens may be replaced, as
-    with `RequestBlockHashList`.
+    Chunks that end within the same block of every group have the same hash, because both hashes cover the same full
+    blocks. Nothing is hashed twice, in any order of reads; groups with the same block size share block hashes. Tokens
+    may be replaced, as with `RequestBlockHashList`.
 
     Args:
         request: see `HashedRequest`.

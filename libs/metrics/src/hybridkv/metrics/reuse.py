@@ -18,15 +18,15 @@ MAX_CHUNKS: Final = 1 << 14
 """Limit for sampled chunks. With more, the estimator halves the share of chunks that it samples."""
 MAX_STATES: Final = 1 << 13
 """Limit for states. With more, it forgets the least recently used one."""
-UNITS: Final = 64
-"""Resolution of distances: this part of the tier's capacity."""
+UNITS_PER_CAPACITY: Final = 64
+"""Resolution of distances: one unit is the tier's capacity divided by this number."""
 MAX_MULTIPLE: Final = 16
 """Distances above this multiple of the capacity count as unbounded."""
 EPOCHS_PER_DISTANCE: Final = 32
-"""A merged epoch has at most this part of its distance in bytes."""
+"""A merged epoch has at most the bytes of all newer epochs divided by this number, or one unit if that is more."""
 MAX_EPOCHS: Final = 384
 """With more epochs, neighbours are merged."""
-MAX_NEW_EPOCHS: Final = UNITS
+MAX_EPOCHS_PER_REQUEST: Final = UNITS_PER_CAPACITY
 """Limit for the epochs that one request begins, so that a long prompt costs a bounded time."""
 
 
@@ -104,18 +104,18 @@ class ReuseEstimator:
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: int, chunk_tokens: int, state_bytes: int = 0) -> None:
-        self._unit_bytes = max(1.0, capacity_bytes / UNITS)
+        self._unit_bytes = max(1.0, capacity_bytes / UNITS_PER_CAPACITY)
         self._chunk_bytes = chunk_bytes
         self._chunk_tokens = chunk_tokens
         self._state_bytes = state_bytes
         self._chunks: dict[bytes, _ReuseEpoch] = {}
         self._states: OrderedDict[bytes, _ReuseEpoch] = OrderedDict()
         self._mask = 0
-        self._new_epochs = 0
+        self._num_request_epochs = 0
         self._epochs: list[_ReuseEpoch] = [_ReuseEpoch()]
-        num_buckets = UNITS * MAX_MULTIPLE + 1
-        self._by_chunk = [0.0] * num_buckets
-        self._by_state = [0.0] * num_buckets
+        num_buckets = UNITS_PER_CAPACITY * MAX_MULTIPLE + 1
+        self._chunk_tokens_by_distance = [0.0] * num_buckets
+        self._state_tokens_by_distance = [0.0] * num_buckets
         self._prompt_tokens = 0.0
         self._requested_chunks = 0.0
         self._sampled_chunks = 0.0
@@ -141,7 +141,7 @@ class ReuseEstimator:
             chunks: keys of the request's stored attention chunks, from the first on.
             states: keys of the request's stored states.
         """
-        self._new_epochs = 0
+        self._num_request_epochs = 0
         for key in states:
             self._use_state(key)
         kept, num_bytes = self._chunks, self._chunk_bytes * (self._mask + 1)
@@ -157,10 +157,10 @@ class ReuseEstimator:
 
     def report(self) -> ReuseReport:
         """Report over all prompts. For a model with states, tokens are restored only up to a state."""
-        return self._report(self._by_state if self._state_bytes else self._by_chunk)
+        return self._report(self._state_tokens_by_distance if self._state_bytes else self._chunk_tokens_by_distance)
 
-    def forget(self) -> None:
-        """Forgets all chunks, after the tiers were cleared. Keeps the counts."""
+    def forget_chunks(self) -> None:
+        """Forgets all chunks and states, after the tiers were cleared. Keeps the counts."""
         self._chunks.clear()
         self._states.clear()
         self._epochs = [_ReuseEpoch()]
@@ -168,8 +168,8 @@ class ReuseEstimator:
 
     def fade(self) -> None:
         """Halves all counts, so that newer requests count more."""
-        self._by_chunk = [tokens / 2 for tokens in self._by_chunk]
-        self._by_state = [tokens / 2 for tokens in self._by_state]
+        self._chunk_tokens_by_distance = [tokens / 2 for tokens in self._chunk_tokens_by_distance]
+        self._state_tokens_by_distance = [tokens / 2 for tokens in self._state_tokens_by_distance]
         self._prompt_tokens /= 2
         self._requested_chunks /= 2
         self._sampled_chunks /= 2
@@ -184,7 +184,7 @@ class ReuseEstimator:
                 break
             # A prefix also needs all chunks before this one.
             needed = max(needed, self._distance(epoch, self._chunk_bytes))
-            self._by_chunk[self._bucket(needed)] += self._chunk_tokens * weight
+            self._chunk_tokens_by_distance[self._bucket(needed)] += self._chunk_tokens * weight
 
     def _measure_states(self, states: Sequence[bytes]) -> None:
         find = self._states.get
@@ -195,7 +195,7 @@ class ReuseEstimator:
             # The chunks before a state are used with it, so they are at least as recent.
             needed = min(needed, self._distance(epoch, self._state_bytes))
             previous = known[number - 1][0] if number else 0
-            self._by_state[self._bucket(needed)] += (place - previous) * self._chunk_tokens
+            self._state_tokens_by_distance[self._bucket(needed)] += (place - previous) * self._chunk_tokens
 
     def _sample(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         mask = self._mask
@@ -212,8 +212,8 @@ class ReuseEstimator:
     def _add_to_newest(self, num_bytes: int) -> _ReuseEpoch:
         newest = self._epochs[-1]
         newest.num_bytes += num_bytes
-        if newest.num_bytes >= self._unit_bytes and self._new_epochs < MAX_NEW_EPOCHS:
-            self._new_epochs += 1
+        if newest.num_bytes >= self._unit_bytes and self._num_request_epochs < MAX_EPOCHS_PER_REQUEST:
+            self._num_request_epochs += 1
             self._begin_epoch()
         return newest
 
@@ -223,7 +223,7 @@ class ReuseEstimator:
         return root.newer_bytes + max(own_bytes, root.num_bytes / 2)
 
     def _bucket(self, distance: float) -> int:
-        return min(int(distance / self._unit_bytes), len(self._by_chunk) - 1)
+        return min(int(distance / self._unit_bytes), len(self._chunk_tokens_by_distance) - 1)
 
     def _begin_epoch(self) -> None:
         newer = 0
@@ -253,7 +253,7 @@ class ReuseEstimator:
 
     def _drop_old(self) -> None:
         """Drops chunks at distances above all sizes. A later use of such a chunk does not count as reuse."""
-        limit, num_bytes = self._unit_bytes * UNITS * MAX_MULTIPLE, self._chunk_bytes * (self._mask + 1)
+        limit, num_bytes = self._unit_bytes * UNITS_PER_CAPACITY * MAX_MULTIPLE, self._chunk_bytes * (self._mask + 1)
         kept: dict[bytes, _ReuseEpoch] = {}
         for key, epoch in self._chunks.items():
             root = _root(epoch)
@@ -278,8 +278,9 @@ class ReuseEstimator:
 
     def _report(self, counts: Collection[float]) -> ReuseReport:
         by_units = list(counts)
-        if counts is self._by_chunk:
-            # Requests share few chunks, so the sample may have too many or too few of the most used chunks.
+        if counts is self._chunk_tokens_by_distance:
+            # A few chunks are used by most requests. By chance the sample has too many or too few of these chunks.
+            # Their distances are the shortest, so the difference is corrected there.
             missing = (self._requested_chunks - self._sampled_chunks) * self._chunk_tokens
             for place, tokens in enumerate(by_units):
                 by_units[place] = max(0.0, tokens + missing)

@@ -145,7 +145,7 @@ class _HitSearch:
         first = self._walked[group_index] + self._chunk
         if not self._has_ranges or self._step != self._chunk or first > boundary:
             return True
-        if not self._ranges.held(group_index, first, first):
+        if not self._ranges.num_leading_held(group_index, first, first):
             return False
         self._walked[group_index] = first
         return True
@@ -192,7 +192,7 @@ class _HitSearch:
                 found = self._lower_to_state(group_index, last)
                 if found < last:
                     return found
-        num_held = self._ranges.held(group_index, first, last)
+        num_held = self._ranges.num_leading_held(group_index, first, last)
         if first + num_held * chunk > last:
             return boundary
         return self._bounded_by_full(first + num_held * chunk - step)
@@ -203,7 +203,8 @@ class _HitSearch:
         first = self._walked[group_index] + chunk
         if first > last:
             return boundary
-        walked = self._walked[group_index] = first - chunk + self._ranges.held(group_index, first, last) * chunk
+        num_held = self._ranges.num_leading_held(group_index, first, last)
+        walked = self._walked[group_index] = first - chunk + num_held * chunk
         return boundary if walked >= last else walked + chunk - self._step
 
     def _bounded_by_full(self, boundary: int) -> int:
@@ -224,7 +225,7 @@ class _HitSearch:
 
     def _is_held(self, group_index: int, end_token: int) -> bool:
         if self._has_ranges:
-            return self._ranges.held(group_index, end_token, end_token) > 0
+            return self._ranges.num_leading_held(group_index, end_token, end_token) > 0
         return self._lookup(group_index, end_token) is not LookupResult.MISS
 
     def is_pending(self, boundary: int) -> bool:
@@ -331,7 +332,7 @@ def _full_tokens(spec: CacheSpec, num_tokens: int, resumed_tokens: int, lookup: 
     end = last // chunk * chunk
     for index in full_groups:
         if end > start:
-            end = start + ranges.held(index, start + chunk, end) * chunk
+            end = start + ranges.num_leading_held(index, start + chunk, end) * chunk
     tails = range(min(last, end + chunk - step), max(end, resumed_tokens), -step)
     for tail in tails:
         if all(is_held(lookup(index, tail)) for index in full_groups):

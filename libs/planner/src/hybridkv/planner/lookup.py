@@ -36,7 +36,7 @@ class RangeLookup(Protocol):
     A chunk is held if its answer is not MISS. Ranges include both ends, which are ends of chunks.
     """
 
-    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+    def num_leading_held(self, group_index: int, first_end: int, last_end: int) -> int:
         """Number of consecutive held chunks, from the one that ends at `first_end` up to `last_end`."""
         ...
 
@@ -90,7 +90,7 @@ class Scan:
             answers[end_token] = answer
         return answer
 
-    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+    def num_leading_held(self, group_index: int, first_end: int, last_end: int) -> int:
         answers = self._answers[group_index]
         if self._walks[group_index] and not answers:
             return self._walk(group_index, first_end, last_end)
@@ -100,7 +100,7 @@ class Scan:
         return max(0, (last_end - first_end) // self._chunk + 1)
 
     def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
-        """`held` for a FULL group. A search walks it once and in order, so no answer is remembered."""
+        """`num_leading_held` for a FULL group. A search walks it once and in order, so no answer is remembered."""
         lookup, hit = self._lookup, _HIT
         for end_token in range(first_end, last_end + 1, self._chunk):
             answer = lookup(group_index, end_token)

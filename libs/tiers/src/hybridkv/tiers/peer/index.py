@@ -4,9 +4,10 @@ A lookup is one message to each ready listed peer, for any number of keys. A chu
 answers with its key. The index stores no chunk at a peer: it refuses every reservation.
 
 A hinted lookup is sent to the hinted peers first. Keys that were not found are sent to the listed peers when all hinted
-peers have answered, or after half of the time to the deadline. So a right hint costs one message, for any number of
-peers, and a wrong hint costs one more round trip. A hinted peer that has not answered by then does not keep the lookup
-open, and does not affect the breaker of the tier, because clients choose the hints.
+peers have answered, or after half of the time to the deadline. A right hint costs one message to each hinted peer,
+however many peers are listed. A wrong hint costs one more round trip, or half of the time to the deadline if a hinted
+peer does not answer. A hinted peer that has not answered by then does not keep the lookup open, and does not affect the
+breaker of the tier, because clients choose the hints.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _HINTED_SHARE = 0.5
 class _PeerLookup:
     waiting: dict[PeerId, tuple[Key, ...]]
     """Peers that have not answered, and the keys that were sent to each."""
-    until_s: float
-    """Time after which the lookup may be forgotten."""
+    forget_at_s: float
+    """Time after which the lookup may be forgotten: `forget_after_s` after its deadline."""
     hinted: frozenset[PeerId] = frozenset()
     """Hinted peers to which the lookup was sent."""
     others_due_s: float = math.inf
     """Time at which a hinted lookup is sent to the listed peers; infinite after that."""
     is_to_listed: bool = True
-    """True if the lookup was sent to peers that no hint names. If False, a missing answer does not affect the breaker
-    of the tier."""
+    """True if the lookup was sent to peers that no hint names. If False and no peer answers, the breaker of the tier
+    does not count a timeout."""
     has_answer: bool = False
     has_listed_answer: bool = False
     """True if a peer that no hint names has answered. If False, keys that were not found are not remembered as missing.
@@ -63,10 +64,11 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         self._lookups: dict[int, _PeerLookup] = {}
         """Lookups that at least one peer has not answered."""
         self._hinted: tuple[PeerId, ...] = ()
-        """Peers to which the next lookup is sent first, and the time at which it is sent to the listed peers."""
+        """Hinted peers of the lookup that is being started."""
         self._others_due_s = math.inf
+        """`others_due_s` of the lookup that is being started."""
         self._due_s = math.inf
-        """Next time at which a hinted lookup is sent to the listed peers."""
+        """Next time at which a hinted lookup may be due for the listed peers."""
         self._backoff_until_s: dict[PeerId, float] = {}
         """Peers that did not answer a hinted lookup in time, and the time until which they get no hinted lookup."""
 
@@ -84,7 +86,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             self._hinted = ()
 
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
-        for old in [old for old, lookup in self._lookups.items() if lookup.until_s <= self._clock()]:
+        for old in [old for old, lookup in self._lookups.items() if lookup.forget_at_s <= self._clock()]:
             if not self._tracker.open_keys(old):
                 del self._lookups[old]
         sent = tuple(keys)
@@ -130,7 +132,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
                 live = {name: until_s for name, until_s in self._backoff_until_s.items() if until_s > now_s}
                 self._backoff_until_s = live | {peer: now_s + self._hint_backoff_s}
         # A lookup that has no time left is not sent to the listed peers.
-        has_time = now_s < lookup.until_s - self._options.forget_after_s
+        has_time = now_s < lookup.forget_at_s - self._options.forget_after_s
         self._send_to_listed(number, lookup, tuple(self._tracker.open_keys(number)) if has_time else ())
         if not lookup.waiting:
             self._end(number, lookup, now_s)
@@ -203,7 +205,8 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             entry.place = entry.place._replace(is_leased=False)
             self._num_expired += self._ledger.withdraw(entry.key) is not None
 
-    # Leases. A peer keeps a chunk until this engine has read or dropped the chunk.
+    # Leases. A peer keeps a chunk until this engine has read or dropped it, or until the lease expires. This engine
+    # offers the chunk in the first half of the lease.
 
     def _expires_s(self, place: PeerPlace) -> float:
         return place.until_s

@@ -2,7 +2,8 @@
 
 A `Transport` reads straight into the destination if that is registered memory, otherwise into a temporary buffer. A
 load succeeds only if the digest of the bytes equals the digest in the peer's seal of the chunk. So a reused slot and a
-torn read fail the load. One thread makes every call of the transport; callers queue loads and poll completions.
+torn read fail the load. One thread makes all calls of the transport until `close`; callers queue loads and poll
+completions.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class PeerMedium(RemoteMedium):
         self._is_closed = True
         self._inbox.put(self._begin_closing)
         self._thread.join(CLOSE_S)
-        self._reader.close(is_alone=not self._thread.is_alive())
+        self._reader.close(has_thread_ended=not self._thread.is_alive())
 
     # On the thread.
 

@@ -1,6 +1,7 @@
 """Peer reader: queued and running reads of chunks from peers, and the check of their digests.
 
-One thread makes every call except `close`. Events of connections are queued to that thread.
+The reading thread makes all calls except `close` and the callbacks `on_ready`, `on_reply` and `on_lost`. The callbacks
+run on the connections' thread, and put work for the reading thread into `inbox`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class PeerLoad:
 
     ticket: Ticket
     key: Key
-    slot: Slot
+    tier_slot: Slot
     views: list[memoryview]
     since_s: float
     deadline_s: float = 0.0
     transfer: TransferId | None = None
     is_read: bool = False
-    seal: tuple[int, bytes] | None = None
+    seal_answer: tuple[int, bytes] | None = None
+    """State and digest from the peer's `SealsReply`."""
     failure: Failure | None = None
     staging: npt.NDArray[np.uint8] | None = None
     """Temporary buffer, if the destination is not registered."""
@@ -54,7 +56,7 @@ class PeerLoad:
     peer: PeerId = field(init=False)
 
     def __post_init__(self) -> None:
-        self.peer = peer_of(self.slot)
+        self.peer = peer_of(self.tier_slot)
 
 
 @dataclass(slots=True)
@@ -142,10 +144,10 @@ class PeerReader:
     def _end_loads(self) -> None:
         for load in list(self._reading):
             try:
-                if not self._is_over(load):
+                if not self._poll_and_release(load):
                     continue
                 self._reading.remove(load)
-                self._reading_bytes -= load.slot.num_bytes
+                self._reading_bytes -= load.tier_slot.num_bytes
                 self._finish(load)
             except Exception as error:  # a bug must fail only this load
                 self._fail_on_bug(load, error)
@@ -165,8 +167,12 @@ class PeerReader:
                     else:
                         self._fail(load, FailureReason.IO, "the peer cannot be reached")
                 elif now_s - load.since_s >= self._options.load_timeout_s:
-                    self._fail(load, FailureReason.IO, "timeout: others took too long")
-                elif not self._has_room(load.slot.num_bytes):
+                    self._fail(
+                        load,
+                        FailureReason.IO,
+                        "timeout: the load did not start in time, because of earlier loads or a slow connection",
+                    )
+                elif not self._has_room(load.tier_slot.num_bytes):
                     put_back.append(load)
                     break
                 else:
@@ -194,17 +200,17 @@ class PeerReader:
     def _read(self, load: PeerLoad, remote: RemoteId) -> None:
         load.deadline_s = load.since_s + self._options.load_timeout_s
         local = self._local_extents(load)
-        ranges = _ranges(local, to_peer_slot(load.slot).extents)
+        ranges = _ranges(local, to_peer_slot(load.tier_slot).extents)
         load.transfer = self._transport.read(remote, ranges, max(0.0, load.deadline_s - self._clock()))
         self._reading.append(load)
-        self._reading_bytes += load.slot.num_bytes
+        self._reading_bytes += load.tier_slot.num_bytes
 
     def _local_extents(self, load: PeerLoad) -> list[tuple[int, int, int]]:
         """(region, offset, num_bytes) of the destination."""
         addresses = [_address(view) - self._base for view in load.views]
         if all(0 <= at <= self._num_bytes - len(view) for at, view in zip(addresses, load.views, strict=True)):
             return [(MEMORY_REGION, at, len(view)) for at, view in zip(addresses, load.views, strict=True)]
-        load.staging = np.empty(load.slot.num_bytes, dtype=np.uint8)
+        load.staging = np.empty(load.tier_slot.num_bytes, dtype=np.uint8)
         self._transport.register([Region(int(load.staging.ctypes.data), load.staging.nbytes)])
         load.staging_region, self._next_region = self._next_region, self._next_region + 1
         return [(load.staging_region, 0, load.staging.nbytes)]
@@ -213,15 +219,16 @@ class PeerReader:
         assert self.node is not None
         request, self._next_request = self._next_request, self._next_request + 1
         keys, ends = messages.pack_keys([load.key for load in loads])
-        offsets = pack_columns([[to_peer_slot(load.slot).first_offset for load in loads]])
+        offsets = pack_columns([[to_peer_slot(load.tier_slot).first_offset for load in loads]])
         self._sources[peer].waiting[request] = list(loads)
         if not self.node.send_request(peer, request, messages.encode(messages.SealsRequest(keys, ends, offsets))):
             self._sources[peer].waiting.pop(request, None)
             for load in loads:
                 self._mark_failed(load, FailureReason.IO, "the peer is gone")
 
-    def _is_over(self, load: PeerLoad) -> bool:
-        """True if a load has ended and the transport no longer writes for it."""
+    def _poll_and_release(self, load: PeerLoad) -> bool:
+        """Poll the transfer of a load, fail the load at its deadline, and release the transfer if the load has ended.
+        True if it is released: then the transport no longer writes for the load."""
         assert load.transfer is not None
         if not load.is_read and load.failure is None:
             state = self._transport.poll(load.transfer)
@@ -233,17 +240,17 @@ class PeerReader:
                 if state.reason is TransportFailure.CLOSED and self.node is not None and load.peer in self._sources:
                     # The transport has closed the peer: close the control connection too.
                     self.node.disconnect(load.peer)
-        if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal is None):
+        if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal_answer is None):
             load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
-        if load.failure is None and (not load.is_read or load.seal is None):
+        if load.failure is None and (not load.is_read or load.seal_answer is None):
             return False
         return self._transport.release(load.transfer)
 
     def _finish(self, load: PeerLoad) -> None:
         failure, digest = load.failure, None
         if failure is None:
-            assert load.seal is not None
-            state, sealed = load.seal
+            assert load.seal_answer is not None
+            state, sealed = load.seal_answer
             views = load.views if load.staging is None else [load.staging.data]
             if state != messages.SEALED:
                 is_another = state == messages.OTHER_KEY
@@ -308,19 +315,19 @@ class PeerReader:
             self.node.disconnect(peer)
             return
         for load, answer in zip(loads, answers, strict=True):
-            load.seal = answer
+            load.seal_answer = answer
 
     # Closing.
 
-    def close(self, is_alone: bool) -> None:
+    def close(self, has_thread_ended: bool) -> None:
         """Close connections and the transport, and fail open loads with CLOSED. Memory that the transport may still
         access is never freed.
 
         Args:
-            is_alone: True if the reading thread has ended.
+            has_thread_ended: True if the reading thread has ended.
         """
         is_over = self.node is None or self.node.close(CLOSE_S)
-        is_over &= self._transport.close(CLOSE_S) and is_alone
+        is_over &= self._transport.close(CLOSE_S) and has_thread_ended
         loads = [*self._waiting, *self._reading]
         if not is_over:
             _still_mapped.append((self._memory, [(load.staging, load.views) for load in loads]))

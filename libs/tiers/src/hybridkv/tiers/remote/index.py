@@ -147,7 +147,7 @@ class RemoteIndex(Generic[P]):
         """Called with found chunks that were dropped before a read."""
 
     def _on_unused(self, entries: Sequence[RemoteEntry[P]]) -> None:
-        """Called with entries after their last unpin."""
+        """Called with entries after their last unpin, and with unpinned entries that are invalidated."""
 
     # Lookups.
 

@@ -1,8 +1,9 @@
-"""Prefetches: prefixes promoted to the primary tier before a request waits for them, chunk by chunk.
+"""Prefetches: prefixes promoted to the primary tier before a request waits for them.
 
-Prefetched chunks are not pinned and need no release. The bytes of unused prefetched chunks are limited: at the limit, a
-new chunk replaces the oldest unused chunk, which is invalidated in the primary tier. Promotions with waiting requests
-go first (`SecondaryTierState.prefetch_refusal`).
+The chunks of a prefix are sent in order, not all or none. Prefetched chunks are not pinned and need no release. The
+bytes of unused prefetched chunks are limited: at the limit, a new chunk replaces the oldest unused chunk of an earlier
+prefix, which is invalidated in the primary tier. Promotions with waiting requests go first
+(`SecondaryTierState.prefetch_refusal`).
 """
 
 from __future__ import annotations

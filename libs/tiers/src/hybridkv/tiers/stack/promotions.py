@@ -1,6 +1,7 @@
 """Promotions: choose the secondary tier for each chunk, and reserve space in the primary tier.
 
-Chunks that a request waits for are promoted all or none, prefetched chunks one by one.
+Chunks that a request waits for are promoted all or none. Of the prefetched chunks, some may be promoted without the
+rest.
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ on the chunks of that boundary. The stack promotes each missing chunk of a lease
 the chunk. Chunks stored in the primary tier cascade in the background, within limits, to each secondary tier that lacks
 them, if the `CascadePolicy` of the tier includes them. Promoted chunks cascade to other tiers only after a call of
 `cascade`, because a promotion does not include the keys that a chunk extends. Prefetches promote chunks before a
-request waits for them, after the promotions of all leases (`prefetches.py`).
+request waits for them (`prefetches.py`). A tier starts no prefetch while it promotes for a lease.
 
 The stack moves no bytes: `take_moves` returns the moves for the media, `on_move` records their outcomes.
 
-No call blocks. A lease waits until all its chunks have arrived, one of them is lost, or the deadline passes. Lookups,
-`acquire`, `lease`, `prefetch`, `take_moves` and `tick` check the deadlines. The space of a timed-out promotion stays
-reserved until the media report its end.
+No call blocks, except `clear` and `close`: a disk's index waits a limited time for its files. A lease waits until all
+its chunks have arrived, one of them is lost, or the deadline passes. Lookups, `acquire`, `lease`, `prefetch`,
+`take_moves` and `tick` check the deadlines. The space of a timed-out promotion stays reserved until the media report
+its end.
 """
 
 from __future__ import annotations
@@ -137,14 +138,14 @@ class TierStack:
         self._check_deadlines()
         return self._view.lookup_wait_s
 
-    def expected_answer(self) -> tuple[float, float]:
+    def expected_lookup_times(self) -> tuple[float, float]:
         """Two measured times: seconds from an async lookup to its answer, and seconds to promote one byte of one rank.
         Both are those of the tier that should answer next; 0 if no tier accepts an async lookup now."""
-        return self._view.expected_answer()
+        return self._view.expected_lookup_times()
 
     def measured_lookups(self) -> dict[str, tuple[float, float, float]]:
         """Times of each tier that has answered an async lookup, by tier name: the time limit of a lookup, then the two
-        times of `expected_answer`. All in seconds."""
+        times of `expected_lookup_times`. All in seconds."""
         return {
             tier.name: (tier.async_lookup_timeout_s, tier.index.answer_s, tier.read_s_per_byte)
             for tier in self._tiers
@@ -152,8 +153,9 @@ class TierStack:
         }
 
     def start_lookup(self, keys: Sequence[Key], hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Start an async lookup in each tier that accepts one. Keys that a tier holds are left out. Each tier has its
-        own deadline: a key without an answer counts as missing after it. `hinted`: addresses for `HintedLookups`."""
+        """Start an async lookup in each tier that accepts one. Keys that the primary tier or a usable secondary tier
+        holds are not looked up. Each tier has its own deadline: a key without an answer counts as missing after it.
+        `hinted`: addresses for `HintedLookups`."""
         self._check_deadlines()
         self._view.start_lookup(keys, self._clock(), hinted)
 
@@ -223,7 +225,8 @@ class TierStack:
 
         Args:
             owner: owner of the lease.
-            keys: keys of the chunks. After the release, the last key is evicted first, and the first key last.
+            keys: keys of the chunks. After the release, the chunks that the lease waited for are evicted first, the
+                last to arrive first; then the other chunks, the last key first.
             since_s: time at which the owner started to wait, by the stack's clock; None: now. The deadline counts from
                 this time.
         """
@@ -286,11 +289,11 @@ class TierStack:
     # Prefetches.
 
     def prefetch(self, keys: Sequence[Key], most_bytes: int) -> None:
-        """Promote the keys that the primary tier lacks, one by one, before a request waits for them.
+        """Promote the keys that the primary tier lacks, in order, before a request waits for them.
 
         A prefetch pins no chunk, needs no release and returns no result; `take_counts` counts the results. The prefetch
         starts at the next `take_moves`, after the promotions of leases. It ends at the first chunk that cannot be
-        promoted, or after `load_timeout_s`.
+        promoted, or after `load_timeout_s`; the chunks before stay promoted.
 
         Args:
             keys: keys of one prefix, from its beginning; each key after the keys that it needs. The last key is evicted
@@ -310,7 +313,8 @@ class TierStack:
         self._prefetches.drop_waiting()
 
     def _touch_all(self, keys: list[Key]) -> None:
-        """`touch` that leaves the unused prefetched chunks unchanged."""
+        """Make keys the most recently used in every tier, the last one most. Unused prefetched chunks still count as
+        unused."""
         self.primary.touch(keys)
         for tier in self._tiers:
             tier.index.touch(keys)
@@ -338,7 +342,8 @@ class TierStack:
         return self.commit_all([(key, extends)])[0]
 
     def commit_all(self, chunks: Sequence[tuple[Key, Extends]], primary_only: Collection[Key] = ()) -> list[bool]:
-        """`commit` of each key and the keys that it extends, in order. Keys in `primary_only` do not cascade."""
+        """Commit chunks, in order. `chunks` has the key of each chunk, and the keys that it extends, which are not
+        committed. Keys in `primary_only` do not cascade."""
         are_stored = self.primary.commit_all([key for key, _ in chunks])
         if self._tiers:
             for (key, extends), is_stored in zip(chunks, are_stored, strict=True):
@@ -353,13 +358,13 @@ class TierStack:
         for tier in self._cascading:
             if is_stored and cascades:
                 tier.cascade(key, extends, is_reuse=False)
-        self._unpark(key)
+        self._requeue_parked(key)
 
     def abort(self, key: Key) -> None:
         """Abort a reservation in the primary tier."""
         self.primary.abort(key)
         self._leases.on_lost(key)
-        self._unpark(key)
+        self._requeue_parked(key)
 
     def touch(self, keys: Sequence[Key], extends: Sequence[Extends] = ()) -> None:
         """Make keys the most recently used in every tier, the last one most, and set the keys that each key extends.
@@ -397,7 +402,8 @@ class TierStack:
 
         Args:
             key: key of the chunk.
-            extends: keys, as for `TierIndex.reserve`. The chunk is sent to a tier only after the last of these keys.
+            extends: keys, as for `TierIndex.reserve`. The chunk is sent to a tier only if the tier has `extends[-1]` or
+                is storing it.
             is_reuse: True if the chunk was found by a request that did not store it.
 
         Chunks are sent in the order of the calls, so call this for a chunk after the chunk that it extends. They are
@@ -446,11 +452,11 @@ class TierStack:
                 self.primary.abort(key)
             self._leases.on_lost(key)
         self._prefetches.on_ended(key, is_present, self._clock())
-        self._unpark(key)
+        self._requeue_parked(key)
         if in_flight.failure is not None:
             tier.pump()  # this key is no longer PENDING, so chunks that need it can be dropped now
 
-    def _unpark(self, key: Key) -> None:
+    def _requeue_parked(self, key: Key) -> None:
         """Requeue the chunks parked for a key that is no longer PENDING in the primary tier."""
         for queue in self._queues:
             if queue.parked:

@@ -113,7 +113,7 @@ class StackView:
         timeouts = (tier.async_lookup_timeout_s for tier in self._tiers if tier.accepts_lookup())
         return max(timeouts, default=0.0)
 
-    def expected_answer(self) -> tuple[float, float]:
+    def expected_lookup_times(self) -> tuple[float, float]:
         """Expected seconds from a lookup to its answer, and seconds to promote one byte, of the tier with the shortest
         answer time. Considers the tiers with open lookups, or all tiers that accept a lookup if there is none."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
@@ -121,8 +121,9 @@ class StackView:
         return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
 
     def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Start an async lookup in each tier that accepts one. Keys that a tier holds are left out. Each tier has its
-        own deadline: a key without an answer counts as missing after it. `hinted`: addresses for `HintedLookups`."""
+        """Start an async lookup in each tier that accepts one. Keys that the primary tier or a usable secondary tier
+        holds are not looked up. Each tier has its own deadline: a key without an answer counts as missing after it.
+        `hinted`: addresses for `HintedLookups`."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         if not tiers:
             return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.blocks.blocks import lazy_tables
+from hybridkv.connectors.vllm.common.blocks.blocks import lazy_resolver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -201,7 +201,7 @@ def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
         return lambda request_id: ()
     resolve = getattr(block_state, "resolve_block_ids", None)
     if resolve is not None:
-        return lazy_tables(resolve)
+        return lazy_resolver(resolve)
     tables: Mapping[str, Sequence[Sequence[int]]] = block_state.block_ids
     return lambda request_id: tables[request_id]
 

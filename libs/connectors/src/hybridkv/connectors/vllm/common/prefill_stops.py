@@ -169,7 +169,8 @@ class ChildPlace:
     Args:
         number: number among the children; 0 for a connector without a parent.
         admission: admission of all children's loads, which need the same blocks; None without a parent.
-        prefill_stops: stops of all children, because the engine reads only one boundary; None without a parent.
+        prefill_stops: stops of all children, because the engine reads only one boundary; None without a parent, and for
+            a model without recurrent states.
     """
 
     number: int = 0

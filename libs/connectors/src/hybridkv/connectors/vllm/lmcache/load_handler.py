@@ -93,14 +93,16 @@ class LoadHandler:
         transfer = page_transfer(self._session.spec, self._session.geometry, load.copies, _chunks(load))
         operation = _LoadOperation(load, transfer, self._clock() + self._timeout_s)
         self._open.append(operation)
-        if transfer.num_unkept:
-            detail = f"{transfer.num_unkept} blocks that a server does not keep"
+        if transfer.num_not_kept:
+            detail = f"{transfer.num_not_kept} blocks that a server does not keep"
             self._fail(operation, FailureReason.MISSING, detail)
         elif not transfer.parts:
             self._end(operation, ())
         elif not self._session.has_room(transfer):
             self._fail(
-                operation, FailureReason.BUSY, f"the pool is too small for {sum(transfer.numbers.values())} pages"
+                operation,
+                FailureReason.BUSY,
+                f"the pool is too small for {sum(transfer.num_pages_by_group.values())} pages",
             )
         else:
             self._waiting.append(operation)

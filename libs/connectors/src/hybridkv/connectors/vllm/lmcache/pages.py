@@ -40,15 +40,15 @@ class PageTransfer:
     Args:
         chunks: chunks of the operation.
         parts: one per group with a page.
-        num_unkept: number of blocks that a server does not keep.
+        num_not_kept: number of blocks that a server does not keep.
     """
 
     chunks: ChunkSpan
     parts: tuple[TransferPart, ...]
-    num_unkept: int
+    num_not_kept: int
 
     @property
-    def numbers(self) -> dict[int, int]:
+    def num_pages_by_group(self) -> dict[int, int]:
         """Number of pages of each group."""
         return {part.group: len(part.positions) for part in self.parts}
 
@@ -57,10 +57,11 @@ def page_transfer(spec: SessionSpec, geometry: Geometry, copies: Iterable[PageCo
     """Pages of the copies in these chunks. Other copies are skipped.
 
     Raises:
-        ValueError: a copy has a group that is not stored or blocks outside its chunk, or two copies share a block.
+        ValueError: a copy has a group that is not stored or blocks outside its chunk, or two copies of a group have the
+            same block position of the same chunk.
     """
     found: dict[int, dict[int, int]] = {}
-    num_unkept = 0
+    num_not_kept = 0
     for copy in copies:
         if not chunks.start <= copy.chunk < chunks.end:
             continue
@@ -73,14 +74,14 @@ def page_transfer(spec: SessionSpec, geometry: Geometry, copies: Iterable[PageCo
         pages = found.setdefault(group, {})
         for block, block_id in enumerate(copy.block_ids, copy.first_block):
             if block < blocks - kept:
-                num_unkept += 1
+                num_not_kept += 1
                 continue
             position = (copy.chunk - chunks.start) * blocks + block
             if position in pages:
                 raise ValueError(f"group {copy.group_index} has block {block} of chunk {copy.chunk} twice")
             pages[position] = block_id
     parts = (TransferPart(group, list(pages), list(pages.values())) for group, pages in sorted(found.items()) if pages)
-    return PageTransfer(chunks, tuple(parts), num_unkept)
+    return PageTransfer(chunks, tuple(parts), num_not_kept)
 
 
 def block_tables(geometry: Geometry, transfer: PageTransfer, pages: Mapping[int, Sequence[int]]) -> list[list[int]]:
@@ -89,7 +90,7 @@ def block_tables(geometry: Geometry, transfer: PageTransfer, pages: Mapping[int,
     Args:
         geometry: geometry of the groups.
         transfer: pages of the operation.
-        pages: taken pages by group, one for each block.
+        pages: for each group, pages taken from the pool, one for each of `TransferPart.positions`.
     """
     num_chunks = transfer.chunks.end - transfer.chunks.start
     tables = [[NULL_BLOCK] * (num_chunks * blocks) for blocks in geometry.blocks_per_chunk]

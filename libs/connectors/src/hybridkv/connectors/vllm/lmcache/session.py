@@ -284,11 +284,11 @@ class RankSession:
     def has_room(self, transfer: PageTransfer) -> bool:
         """True if the pages fit into an empty pool."""
         kept = self.geometry.kept_per_chunk
-        return all(number <= self._num_chunks * kept[group] for group, number in transfer.numbers.items())
+        return all(number <= self._num_chunks * kept[group] for group, number in transfer.num_pages_by_group.items())
 
     def take(self, transfer: PageTransfer, until_s: float, *, is_store: bool) -> PageLease | None:
         """Takes pages for an operation with this deadline; None if too few are free. The server must be ready."""
-        pool, numbers = self._registration.pool, transfer.numbers
+        pool, numbers = self._registration.pool, transfer.num_pages_by_group
         memory = self._current_memory()
         if is_store:
             spare = self._num_chunks // SPARE_SHARE

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
@@ -211,7 +211,7 @@ class StoreTracker:
 
     def holds_freed_blocks(self) -> bool:
         """True if the end of a store will return blocks to the engine's pool."""
-        return any(frees_on_end(in_flight.blocks) for in_flight in self._stores.values())
+        return any(unpin_frees_any(in_flight.blocks) for in_flight in self._stores.values())
 
     def has_work(self) -> bool:
         return bool(self._stores or self._releases)

@@ -77,7 +77,8 @@ class BuilderInputs:
         sizes: sizes of host memory.
         admission: admission of loads.
         metrics: the connector's metrics.
-        prefill_stops: prefill stops that all children share; None without HybridMultiConnector.
+        shared_prefill_stops: prefill stops of all children of HybridMultiConnector; None without it, and for a model
+            without recurrent states.
     """
 
     vllm_config: VllmConfig
@@ -86,7 +87,7 @@ class BuilderInputs:
     sizes: ArenaSizes
     admission: LoadAdmission
     metrics: ConnectorMetrics
-    prefill_stops: PrefillStops | None = None
+    shared_prefill_stops: PrefillStops | None = None
 
 
 class OffloadBuilder:
@@ -172,7 +173,7 @@ class OffloadBuilder:
             stack,
             [name for name, tier in config.secondary.items() if tier.cascade == "all"],
             options,
-            inputs.prefill_stops or PrefillStops(compat.max_chunk_tokens(inputs.vllm_config)),
+            inputs.shared_prefill_stops or PrefillStops(compat.max_chunk_tokens(inputs.vllm_config)),
             inputs.metrics,
-            is_alone=inputs.prefill_stops is None,
+            is_alone=inputs.shared_prefill_stops is None,
         )

@@ -141,7 +141,7 @@ class ReuseMeter:
 
     def forget(self) -> None:
         """Forgets all chunks, after the tiers were cleared."""
-        self._estimator.forget()
+        self._estimator.forget_chunks()
 
     def _shares(self, report: ReuseReport) -> dict[str, float]:
         sizes = {f"{multiple:g}x": self._capacity_bytes * multiple for multiple in MULTIPLES}

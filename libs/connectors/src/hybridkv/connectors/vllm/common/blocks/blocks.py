@@ -1,7 +1,7 @@
 """Block tables of the engine as lazy views, and pins of blocks in the engine's block pool.
 
-A request's table has one entry for each block, also for blocks that left a window. A copy of all tables in every step
-would cost more time than the step's other work, so only entries that are read are copied.
+A request's table has one entry for each block, also for blocks that left a window. To copy all tables in every step
+would take more time than all other work of the connector, so only entries that are read are copied.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def tables_of(blocks: Sequence[Sequence[KVCacheBlock]]) -> tuple[BlockIds, ...]:
     return tuple(map(BlockIds, blocks))
 
 
-def lazy_tables(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable[[str], Sequence[Sequence[int]]]:
-    """Lazy variant of `resolve`, if `resolve` is a method of an object with `get_blocks`; else `resolve` itself."""
+def lazy_resolver(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable[[str], Sequence[Sequence[int]]]:
+    """Variant of `resolve` that returns lazy views, if `resolve` is a method of an object with `get_blocks`; else
+    `resolve` itself."""
     get_blocks = getattr(getattr(resolve, "__self__", None), "get_blocks", None)
     return resolve if get_blocks is None else lambda request_id: tables_of(get_blocks(request_id).blocks)
 
@@ -107,6 +108,6 @@ class BlockPins:
             self._pool.free_blocks(reversed(blocks))
 
 
-def frees_on_end(blocks: Iterable[KVCacheBlock]) -> bool:
-    """Whether at least one of the pinned blocks has no other reference. The end of the pin frees such a block."""
+def unpin_frees_any(blocks: Iterable[KVCacheBlock]) -> bool:
+    """True if at least one of these pinned blocks has no other reference. Its unpin frees such a block."""
     return any(block.ref_cnt == 1 for block in blocks)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.planner import LocalCopies, TransferRun, find_local_copies, has_local_copies, transfers_of
@@ -88,7 +88,7 @@ class LocalBlocks:
 
     def holds_freed_blocks(self) -> bool:
         """Whether the end of a load returns blocks to the engine."""
-        return any(map(frees_on_end, self._pinned.values()))
+        return any(map(unpin_frees_any, self._pinned.values()))
 
     def close(self) -> None:
         """Unpins all blocks."""

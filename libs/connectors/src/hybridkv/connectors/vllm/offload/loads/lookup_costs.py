@@ -56,7 +56,7 @@ class LookupCosts:
         self._break_even = BreakEvenLog(clock)
         self._bytes_per_token, self._fixed_bytes = _bytes_of_hit(layout)
         self._expected: tuple[float, float] | None = None
-        """`TierStack.expected_answer` in this step."""
+        """`TierStack.expected_lookup_times` in this step."""
 
     def begin_step(self) -> None:
         """Called when a step is planned. Logs the break-even lengths if a check is due."""
@@ -71,7 +71,7 @@ class LookupCosts:
         if not timeout_s:
             return None
         if self._expected is None:
-            self._expected = self._stack.expected_answer()
+            self._expected = self._stack.expected_lookup_times()
         return self._wait_of(timeout_s, *self._expected)
 
     def _wait_of(self, timeout_s: float, answer_s: float, read_s_per_byte: float) -> LookupWait:

@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
 from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
@@ -406,7 +406,7 @@ class StorePlanner:
 
     def holds_freed_blocks(self) -> bool:
         """Whether the end of a store will return blocks to the engine's pool."""
-        return any(frees_on_end(in_flight.blocks) for in_flight in self._stores.values())
+        return any(unpin_frees_any(in_flight.blocks) for in_flight in self._stores.values())
 
     def has_work(self) -> bool:
         return bool(self._stores)
