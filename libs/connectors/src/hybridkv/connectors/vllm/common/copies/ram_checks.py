@@ -1,7 +1,7 @@
 """Checks of chunks in host memory before a load copies them: the setting `verify_ram`.
 
 The setting selects chunks of loads. It does not change checks of moves: media verify chunks of secondary tiers before
-these are sealed in the arena, and chunks that are copied to secondary tiers are compared with their seals.
+the chunks are sealed in the arena, and chunks that are copied to secondary tiers are compared with their seals.
 """
 
 from __future__ import annotations
