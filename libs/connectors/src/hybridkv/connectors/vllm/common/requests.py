@@ -181,7 +181,7 @@ class TrackedRequest:
         return getattr(self.request, "lora_request", None)
 
     def prefix_hashes(self) -> Sequence[bytes]:
-        """One hash for each full hash block of the tokens known so far."""
+        """One hash for each full hash block of the tokens known so far. Calls `follow` first."""
         unchanged_hashes = self.follow()
         if self.hashes is None:
             return self.request.block_hashes
@@ -213,7 +213,7 @@ class TrackedRequest:
         return 0
 
     def keys(self) -> RequestKeys:
-        """Keys of the tokens known so far; valid until the next call.
+        """Keys of the tokens known so far; valid until the next call. Calls `follow` first.
 
         Raises:
             RuntimeError: `Requests.identify` has not found the version of the request's adapter.

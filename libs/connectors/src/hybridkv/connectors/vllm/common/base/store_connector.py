@@ -118,7 +118,7 @@ class WaitingScheduler:
 logger = logging.getLogger("vllm.hybridkv")
 
 _live: weakref.WeakSet[StoreConnector] = weakref.WeakSet()
-"""Connectors of this process that are not shut down."""
+"""Fully built connectors of this process that are not shut down."""
 
 
 class StoreScheduler(Protocol):

@@ -40,7 +40,7 @@ class RamChecks:
         self._load_numbers = itertools.count()
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
-        """One result for each chunk of a load; None is success."""
+        """One result for each chunk of a load; None if the checks of the chunk found no failure."""
         if self._verify_ram == "always":
             return self._arena.check_all(chunks)
         load_number = next(self._load_numbers)

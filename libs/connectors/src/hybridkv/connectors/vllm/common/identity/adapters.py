@@ -169,7 +169,8 @@ class Adapters:
         return self._check(adapter) == adapter_version.signature
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Waits until all requested reads and checks have ended; for tests and tools. False after a timeout."""
+        """Waits until all requested reads and checks have ended, at most `timeout_s` for each thread; for tests and
+        tools. False after a timeout."""
         return self._reader.wait_until_idle(timeout_s) and self._checker.wait_until_idle(timeout_s)
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 Files are identified by their content and by their names below the model's directory, not by the place of the directory.
 Other files that the engine reads at run time, such as the settings of an image processor, are included. If the operator
-gives the weights a name, the name alone is their identity; none of these files is read. Weights without a name that another
-process cannot find again, for example streamed weights, have no identity: no other process can use their stored
+gives the weights a name, only the name is a fact, and none of these files is read. Weights that have no name and that
+another process cannot find again, for example streamed weights, have no identity: no other process can use their stored
 content.
 """
 
