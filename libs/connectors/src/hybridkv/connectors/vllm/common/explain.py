@@ -74,9 +74,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             earlier request with a stop there would have stored the state. 0 if no state is missing.
         stop_reason: reason why this request stops at `stop` and stores the state; "" if it does not stop there.
         stops: prefill stops of this request, each as tokens from the request's start and a reason.
-        junction: "resumed" or "lost" if the prefix that the FULL groups hold ends before the request's last boundary:
-            the request diverges from the prefix, or extends it. "resumed": the request resumes at the end of the
-            prefix; "lost": a group prevents this. "" if the FULL groups hold all boundaries or none.
+        junction: "resumed" or "lost" if the prefix that the FULL groups or the engine hold ends before the request's
+            last boundary: the request diverges from the prefix, or extends it. "resumed": the request resumes at the
+            end of the prefix; "lost": a group prevents this. "" if the prefix is complete or empty.
         async_lookup: whether secondary tiers without a local index were looked up; False if the expected gain was less
             than the wait. None if there are no such tiers, or none that may be used.
         detail: more detail, as text.

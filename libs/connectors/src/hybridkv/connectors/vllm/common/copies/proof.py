@@ -302,7 +302,8 @@ class _Proof:
             self._delay_cycles *= 2
 
     def _store(self, blocks: _Blocks) -> None:
-        """Stores blocks. Delayed compute writes these blocks before the store. Compute zeroes them right after it."""
+        """Stores blocks. Delayed compute writes these blocks before the store. Other compute zeroes these blocks right
+        after the store."""
         content = blocks.content
         [view] = self._arena.views(blocks.slot)
         view[:] = (~content).tobytes()  # each byte differs, so the copy must write each byte
