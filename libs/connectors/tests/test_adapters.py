@@ -39,11 +39,11 @@ class Engine:
         now_ns = time.time_ns() + LATER_NS
         self.adapters = Adapters(KEYS, now_ns if began_ns is None else began_ns, lambda: now_ns)
 
-    def current_version(self, lora: LoRARequest, is_alone: bool = True) -> AdapterVersion | None:
+    def current_version(self, lora: LoRARequest, is_conflict_free: bool = True) -> AdapterVersion | None:
         """Answer to the second request; the first one makes the files be read."""
         self.adapters.on_request(lora)
         assert self.adapters.wait_until_idle(SOON_S)
-        return self.adapters.current_version(lora, is_alone)
+        return self.adapters.current_version(lora, is_conflict_free)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_an_adapter_loaded_in_place_is_certain_again(engine: Engine, tmp_path: P
     write(tmp_path / "a", b"retrain")
     assert engine.current_version(lora) is None
     in_place = request(tmp_path / "a", in_place=True)
-    assert engine.current_version(in_place, is_alone=False) is None, (
+    assert engine.current_version(in_place, is_conflict_free=False) is None, (
         "another running request keeps the engine from reading the files again"
     )
     adapter_version = engine.current_version(in_place)

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.identity.digests import CACHE_FILE_NAME, Fi
 from hybridkv.connectors.vllm.common.identity.weights import (
     EXCLUDED_SETTINGS,
     CollectedFacts,
-    weights_facts,
+    add_weights_facts,
     weights_identity,
 )
 
@@ -345,7 +345,7 @@ def gathered(root: Path, mode: str = "sampled", load: dict[str, Any] | None = No
     for name, value in changes.items():
         setattr(config.model_config, name, value)
     found = CollectedFacts()
-    weights_facts(config, mode, found)
+    add_weights_facts(config, mode, found)
     return found
 
 
@@ -399,7 +399,7 @@ def test_the_drafter_has_its_own_weights(tmp_path: Path) -> None:
     def facts(draft_config: Any) -> dict[str, str]:
         config.speculative_config = SimpleNamespace(draft_model_config=draft_config, draft_load_config=None)
         found = CollectedFacts()
-        weights_facts(config, "sampled", found)
+        add_weights_facts(config, "sampled", found)
         return found.facts
 
     with_draft = facts(draft)

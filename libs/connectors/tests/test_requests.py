@@ -218,7 +218,7 @@ def test_an_adapter_is_checked_again_while_the_request_waits(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize(
-    ("other", "is_alone"),
+    ("other", "is_conflict_free"),
     [
         ({"path": "a", "in_place": True}, True),
         ({"path": "a"}, False),
@@ -227,7 +227,7 @@ def test_an_adapter_is_checked_again_while_the_request_waits(tmp_path: Path) -> 
     ],
 )
 def test_a_request_that_loads_in_place_runs_alone_on_its_adapter(
-    tmp_path: Path, other: dict[str, Any], is_alone: bool
+    tmp_path: Path, other: dict[str, Any], is_conflict_free: bool
 ) -> None:
     scheduler = new_scheduler()
     requests, adapters = scheduler._requests, scheduler._identity.adapters
@@ -236,7 +236,7 @@ def test_a_request_that_loads_in_place_runs_alone_on_its_adapter(
     assert requests.identify(tracked)
     path = tmp_path / other.pop("path")
     requests.track(lora_request(path, "other", **other))
-    assert requests.identify(tracked) is is_alone
+    assert requests.identify(tracked) is is_conflict_free
 
 
 @pytest.mark.usefixtures("_patient")

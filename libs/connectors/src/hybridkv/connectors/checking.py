@@ -147,7 +147,8 @@ def connectors_of(
 
     Args:
         raw: a --kv-transfer-config with a text for `kv_connector` and an object for `kv_connector_extra_config`.
-        problems: receives problems of the list of children, and of connectors that are not hybridkv's.
+        problems: receives the error in the settings of HybridMultiConnector, after which no connector is yielded; for
+            a connector of another project, receives a warning.
         transfer_keys: keys of the engine's KVTransferConfig.
     """
     name, extra = str(raw.get("kv_connector")), raw.get(ROOT) or {}

@@ -40,7 +40,7 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "file")
 KEEP_SHARE = 0.25
 """Default of `keep_share`."""
 LOOKUP_TIMEOUT_S = 1.0
-"""Default of `lookup_timeout_seconds`, for disk and peer tiers."""
+"""Default of `lookup_timeout_seconds` of a peer tier. A disk tier has a local index, so it has no such timeout."""
 _LMCACHE_HINT = (
     "an LMCache server is not a tier: list HybridLMCacheConnector beside HybridOffloadConnector in the connectors of "
     "HybridMultiConnector (docs/guides/lmcache.md)"
@@ -67,7 +67,7 @@ class SecondaryTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         load_timeout_seconds: maximum seconds that a request waits for this tier. None: `load_timeout_seconds` of
             `OffloadConfig`.
         lookup_timeout_seconds: maximum seconds of a lookup in a tier without a local index. None: see
-            `OffloadConfig.lookup_timeout_of`.
+            `OffloadConfig.lookup_timeout_of`. The start refuses a value for a disk tier, which has a local index.
     """
 
     cascade: Literal["all", "reused", "nothing"] = "all"
@@ -166,8 +166,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         checkpoints: "auto": stops prefills where a recurrent state is worth storing, while the tiers have room; "off":
             stores only the states that the engine hands over without stops.
         checkpoint_stops: maximum of additional steps of one request for such stops.
-        checkpoint_answers: with "auto", also store states of answers, for the next turn of a conversation.
-        keep_share: largest share of each tier for prefixes that requests keep by a hint; 0: no prefix is kept.
+        checkpoint_answers: with "auto" and without a drafter, also store states of answers, for the next turn of a
+            conversation.
+        keep_share: largest share of each tier with a local index for prefixes that requests keep by a hint, and of host
+            memory for prefixes that requests prefetch. 0: no prefix is kept.
         without_prefix_caching: the operator states that prefix caching is off on purpose, and that this model can
             resume prefixes.
         copies: on a GPU, "engine" copies with vLLM's own functions, "native" with kernels of hybridkv-cuda.
@@ -324,7 +326,7 @@ def _require_stack(config: OffloadConfig) -> None:
                 f"{ROOT}.tiers[{i}].type",
                 "a type that no other tier has",
                 f'"{name}"',
-                f"tiers[{names.index(name)}] is one: give that tier the capacity of both, as tiers are named by type",
+                f"tiers[{names.index(name)}] has this type: give it the capacity of both, as tiers are named by type",
             )
     if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(
@@ -466,7 +468,7 @@ def _require_timeouts(config: OffloadConfig, path: str, tier: SecondaryTierConfi
             "lookup_timeout_seconds",
             config.load_timeout_of(tier),
             path,
-            f"for {default_s:g}, or for load_timeout_seconds if that is less",
+            f"for {default_s:g} seconds, or for load_timeout_seconds if that is less",
         ),
     )
     for field, limit_s, owner, hint in limits:

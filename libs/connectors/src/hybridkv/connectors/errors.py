@@ -10,10 +10,11 @@ import msgspec
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot work. Raised while the engine starts; no connector runs half-configured.
+    """A setting, file, model, device or engine with which a connector cannot work. Raised before the connector stores
+    or loads anything.
 
     Args:
-        path: path of the setting in the operator's configuration.
+        path: path of the setting in the operator's configuration, or name of the file or property.
         expected: values that would work.
         got: value that was found.
         hint: next step for the operator.

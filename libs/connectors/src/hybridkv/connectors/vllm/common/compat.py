@@ -1,4 +1,4 @@
-"""Differences between vLLM 0.30 to 0.33, detected by features of the engine and never by its version number."""
+"""Differences between the versions 0.30 to 0.33 of vLLM, detected by features of the engine, never by its version."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def require_supported_engine() -> None:
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Groups with content that can be stored by prefix; the others are SCRATCH."""
+    """Groups with content that can be stored by prefix; the other groups are SCRATCH."""
     ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     if ids is not None:
         return tuple(ids)
@@ -157,7 +157,7 @@ def copies_whole_blocks() -> bool:
 
 
 def has_blocks_outermost(vllm_config: VllmConfig) -> bool:
-    """Whether the pages of all layers of a block lie together."""
+    """Whether the pages of all layers of a block lie together. False if the engine does not report its layout."""
     layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
     return str(getattr(layout, "name", layout)).startswith("B")
 
@@ -181,7 +181,7 @@ def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[
 def with_boundary_states(
     scheduler_output: SchedulerOutput, states: Mapping[str, list[tuple[int, int, int]]]
 ) -> Iterator[None]:
-    """Meanwhile, the step hands over these states. The step must have a block state.
+    """Context in which the step hands over these states in place of its own. The step must have a block state.
 
     The step is changed, not copied, because a connector may write attributes of a step.
     """
@@ -244,7 +244,7 @@ def finished_ids(scheduler_output: SchedulerOutput) -> Collection[str]:
 
 def evict_cached_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
     """Evicts blocks from the engine's prefix cache. Running requests keep these blocks. The engine does the same after
-    a failed load."""
+    a failed load. Does nothing in an engine without `evict_blocks`."""
     if hasattr(pool, "evict_blocks"):
         pool.evict_blocks(set(block_ids))
 

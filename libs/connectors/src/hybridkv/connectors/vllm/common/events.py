@@ -42,8 +42,8 @@ class AnnouncedBlocks:
         return len(self._counts)
 
     def filter_new(self, events: Iterable[Any]) -> list[Any]:
-        """Filters the events of a step: keeps the part that is new to a subscriber. Events of other types pass
-        unchanged.
+        """Counts the announcements in the events of a step, and returns the part that is new to a subscriber. Events of
+        other types pass unchanged. An event with tokens that cannot be split by block passes whole if a part is new.
 
         If a hash is removed and stored again in one step while another chunk still announces it, the subscriber gets
         one removal and one new store. `RouterEvents.take` makes such events after the engine has reset its cache,
@@ -191,14 +191,14 @@ class RouterEvents:
         self._has_warned = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Sets the engine's pool. After a reset of the whole pool, subscribers drop all blocks, also those of tiers, so
-        `take` announces the tiers again."""
+        """Sets the engine's pool. After a reset of the whole pool, subscribers drop all blocks, also the blocks of
+        tiers, so `take` announces all chunks again."""
         self._pool, self._engine_cache = pool, compat.cached_blocks(pool)
 
     # Chunks of requests.
 
     def on_admitted(self, tracked: TrackedRequest) -> None:
-        """Records the chunks of an admitted request: their tokens are known now."""
+        """Records the whole chunks of an admitted request, up to the last chunk that a tier holds."""
         num_chunks = self._num_identified(tracked)
         if num_chunks == 0:
             return
@@ -213,7 +213,7 @@ class RouterEvents:
             self._describe(tracked, number * chunk)
 
     def on_store_planned(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
-        """Records chunks that a request stores, or that were stored already."""
+        """Records whole chunks that a request stores, or that were stored already. Tails are not announced."""
         last = self._num_identified(tracked) * self._layout.spec.chunk_tokens
         for end in sorted({end for _, end in parts}):
             if end <= last and end % self._layout.spec.chunk_tokens == 0:
@@ -259,7 +259,10 @@ class RouterEvents:
     # Events.
 
     def take(self) -> list[Any]:
-        """Events since the last call: first stores, a prefix before its extensions; then removals, in reverse order."""
+        """Events since the last call: first stores, a prefix before its extensions; then removals, in reverse order.
+
+        After a reset of the engine's whole cache, removals and then stores of all announced chunks follow.
+        """
         self._read_changes()
         stored, removed = self._announcer.take()
         events = [self._stored(each) for each in stored] + [self._removed(each) for each in removed]

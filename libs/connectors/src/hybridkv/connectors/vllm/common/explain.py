@@ -74,8 +74,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             earlier request with a stop there would have stored the state. 0 if no state is missing.
         stop_reason: reason why this request stops at `stop` and stores the state; "" if it does not stop there.
         stops: prefill stops of this request, each as tokens from the request's start and a reason.
-        junction: "resumed" or "lost" if the request diverges from the prefix that the FULL groups hold. "resumed": it
-            resumes at the divergence; "lost": a group prevents this. "" without a divergence.
+        junction: "resumed" or "lost" if the prefix that the FULL groups or the engine hold ends before the request's
+            last boundary: the request diverges from the prefix, or extends it. "resumed": the request resumes at the
+            end of the prefix; "lost": a group prevents this. "" if the prefix is complete or empty.
         async_lookup: whether secondary tiers without a local index were looked up; False if the expected gain was less
             than the wait. None if there are no such tiers, or none that may be used.
         detail: more detail, as text.
@@ -110,9 +111,9 @@ class Admission:
         answer: result of the lookup.
         limit_tokens: tokens of the request that were looked up.
         taken_tokens: tokens that the engine loads.
-        loss: tokens that the groups held beyond the hit.
+        loss: tokens that the FULL groups held beyond the hit.
         source: slowest tier that the load reads.
-        async_lookup: whether secondary tiers without a local index were looked up; None if there are no such tiers.
+        async_lookup: see `Explanation`.
     """
 
     answer: Hit | Miss
@@ -183,7 +184,7 @@ def _limiting_group(answer: Hit | Miss, loss: Loss, ended_group: int | None) -> 
 
     Args:
         answer: result of the lookup.
-        loss: tokens that the groups held beyond the hit.
+        loss: tokens that the FULL groups held beyond the hit.
         ended_group: a FULL group, if the stored prefix ends before the last boundary; else None. If no tokens are lost,
             this group limits the hit, even if the search tried another group first.
     """

@@ -90,7 +90,7 @@ class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
 @dataclass(slots=True)
 class StepOutcome(KVConnectorWorkerMetadata):
     """Loads, stores and moves that ended since the last step, from the workers to the scheduler. A merge over ranks
-    loses nothing."""
+    keeps all failures of a load, but only one failure of a store or a move."""
 
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)

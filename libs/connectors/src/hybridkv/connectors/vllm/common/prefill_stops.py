@@ -65,9 +65,9 @@ class _StoppingRequest:
 class PrefillStops:
     """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
-    Each lookup of a request calls `begin`, then `add_stops` for each connector, then `end`. The engine sets its own
-    boundary just before each lookup, also before a repeated lookup after a preemption or a failed load. Requests that
-    have no stop left, and requests that have ended, are dropped.
+    Each lookup of a request calls `begin`. A lookup that does not make the request wait then calls `add_stops` for each
+    connector, and `end`. The engine sets its own boundary just before each lookup, also before a repeated lookup after
+    a preemption or a failed load. Requests that have no stop left, and requests that have ended, are dropped.
 
     Args:
         chunk_tokens: maximum tokens of one prompt in one step.
@@ -140,11 +140,11 @@ class PrefillStops:
         if stop_tokens:
             compat.set_prefill_stop(stopping.request, stop_tokens)
         else:
-            # The engine has passed the boundary that is still set, so it has no effect.
+            # The boundary that is still set has no effect, because the engine has passed this boundary.
             del self._stopping[stopping.request.request_id]
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
-        """Sets the next stop of each request of a planned step."""
+        """Sets the next stop of each request of a planned step, and drops requests that have ended."""
         for request_id in compat.finished_ids(scheduler_output):
             stopping = self._stopping.get(request_id)
             if stopping is not None and stopping.request.is_finished():

@@ -47,15 +47,16 @@ class StoredChunk(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class PrefixChain:
-    """Chunks stored for one request, in every tier. A request that starts over gets a new chain."""
+    """Keys of one request's chunks that are stored or being stored, also if they were stored before the request. A
+    request that starts over gets a new chain."""
 
     keys: dict[Part, bytes] = field(default_factory=dict)
     num_storing: int = 0
-    """Stores in flight."""
+    """Number of stores in flight."""
     is_over: bool = False
     """Whether the request has ended."""
     prompt_tokens: int = sys.maxsize
-    """Length of the request's prompt, set when it starts to compute."""
+    """Length of the request's prompt, set when the request's first store is planned."""
     keep_seconds: float = 0.0
     """Seconds to keep the chain after the request's end."""
 
@@ -65,11 +66,11 @@ class PrefixChain:
         return self.is_over and not self.num_storing
 
     def set_prompt(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
-        """Sets the length of the prompt and the keep time of a request that starts to compute."""
+        """Sets the length of the prompt and the keep time."""
         self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
 
     def drop(self, parts: Sequence[Part]) -> None:
-        """Removes chunks that became useless."""
+        """Removes chunks from the chain, but not from the tiers."""
         for part in parts:
             self.keys.pop(part, None)
 
@@ -98,7 +99,7 @@ class CheckpointState:
     """The same prompt, with facts about earlier requests on its path."""
     placement: Placement = field(default_factory=Placement)
     newest_tokens: int = 0
-    """Boundary of the newest stored state."""
+    """Boundary of the newest stored state of the answer."""
     was_admitted: bool = False
     """Whether the request was admitted before. Then stored and remembered chunks on its path may be its own."""
     awaited_tokens: int = 0
@@ -128,9 +129,10 @@ class TrackedRequest:
     request: Request
     hashes: TokenHashes | None
     request_keys: RequestKeys | None
-    """None while the content of the request's adapter is in doubt; then nothing is looked up or stored."""
+    """None for a request with an adapter until `Requests.identify` succeeds, and again after `forget_progress`. Without
+    keys, nothing is looked up or stored."""
     adapter_version: AdapterVersion | None = None
-    """Version of the request's adapter; None without an adapter."""
+    """Version of the request's adapter; None without an adapter, and while `request_keys` is None."""
     hints: Hints = NO_HINTS
     """Hints that the request carries."""
     stored_tokens: int = 0
@@ -150,9 +152,11 @@ class TrackedRequest:
     stage: Stage = NEW_REQUEST
     """Progress of the request's load."""
     last_reply: Reply | None = None
-    """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
+    """Reply to the engine's last lookup; None before the first lookup, after the engine has acted on the reply, and
+    after the progress is reset."""
     resumed_tokens: int = 0
-    """Token at which the request resumed, from the engine's own cache or from a load. 0 after this use is recorded."""
+    """Token at which the request resumed, from the engine's own cache or from a load. The store planner reads this
+    number once and then sets 0."""
     waiting_since_s: float | None = None
     """Start of the wait for a lookup, a promotion, room or a load."""
     last_lookup: tuple[int, float] | None = None
@@ -177,7 +181,7 @@ class TrackedRequest:
         return getattr(self.request, "lora_request", None)
 
     def prefix_hashes(self) -> Sequence[bytes]:
-        """One hash for each full hash block of the tokens known so far."""
+        """One hash for each full hash block of the tokens known so far. Calls `follow` first."""
         unchanged_hashes = self.follow()
         if self.hashes is None:
             return self.request.block_hashes
@@ -190,7 +194,8 @@ class TrackedRequest:
         request may have its former length again, so `follow` compares hashes.
 
         Returns:
-            Number of the engine's block hashes that are unchanged since the last call; 0 if the engine makes none.
+            Number of the engine's block hashes that are unchanged since the last call. 0 if the engine makes none, or
+            if state was dropped.
         """
         engine = self.request.block_hashes
         num_hashes, last = self.followed
@@ -208,7 +213,7 @@ class TrackedRequest:
         return 0
 
     def keys(self) -> RequestKeys:
-        """Keys of the tokens known so far; valid until the next call.
+        """Keys of the tokens known so far; valid until the next call. Calls `follow` first.
 
         Raises:
             RuntimeError: `Requests.identify` has not found the version of the request's adapter.
@@ -224,7 +229,8 @@ class TrackedRequest:
             self.forget_progress()
 
     def forget_progress(self) -> None:
-        """Resets the progress: the engine starts the request over."""
+        """Resets the progress: the engine starts the request over, or the keys change. Allows stores again. With an
+        adapter, drops the keys until the next `Requests.identify`."""
         self.stored_tokens, self.chain = 0, PrefixChain()
         self.is_storable = True
         self.planned_chunks, self.idle_below_tokens = (0, 0), 0
@@ -259,7 +265,7 @@ class Requests:
         self._tracked: dict[str, TrackedRequest] = {}
 
     def track(self, request: Request) -> TrackedRequest:
-        """State of a request; created at the first call."""
+        """State of a request. The first call creates the state, and starts to read the files of the adapter."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._tracked[request.request_id] = TrackedRequest(request, None, None)
@@ -271,17 +277,19 @@ class Requests:
         return tracked
 
     def identify(self, tracked: TrackedRequest) -> bool:
-        """Finds the keys of a request. False if it has none, because the content of its adapter is in doubt.
+        """Finds the keys of a request. False if there are none, because the content of its adapter is in doubt.
 
+        First resets the request's progress if the adapter has changed since the last call, or if another request now
+        conflicts with its load in place.
         Must be called before the engine admits the request.
         """
         if tracked.adapter_version is not None and not (
-            self._is_alone(tracked) and self._adapters.is_unchanged(tracked.adapter_version)
+            self._is_conflict_free(tracked) and self._adapters.is_unchanged(tracked.adapter_version)
         ):
             # The engine may now load other weights than at the last call.
             tracked.forget_progress()
         if tracked.request_keys is None:
-            tracked.adapter_version = self._adapters.current_version(tracked.lora, self._is_alone(tracked))
+            tracked.adapter_version = self._adapters.current_version(tracked.lora, self._is_conflict_free(tracked))
             if tracked.adapter_version is not None:
                 self._take_keys(tracked, tracked.adapter_version.keys)
         return tracked.request_keys is not None
@@ -301,9 +309,9 @@ class Requests:
             tracked.hashes = keys.token_hashes(partial(compat.extra_hash_bytes, tracked.request))
         tracked.request_keys = RequestKeys(self._layout.spec, keys)
 
-    def _is_alone(self, tracked: TrackedRequest) -> bool:
-        """Whether all running requests with the number of this adapter load the same adapter in place. If not, the
-        engine follows the first request. True without a load in place."""
+    def _is_conflict_free(self, tracked: TrackedRequest) -> bool:
+        """Whether all unfinished requests with the number of this request's adapter load the same adapter in place. If
+        not, the engine loads the adapter of the first request. True if this request does not load in place."""
         if not tracked.lora.load_inplace:
             return True
         own = tracked.lora
@@ -324,7 +332,8 @@ class Requests:
         self._tracked.pop(request_id, None)
 
     def begin_anew(self, keys: ChunkKeys) -> None:
-        """Replaces the keys and drops all progress. Requests that have already started store nothing more."""
+        """Replaces the keys and drops all progress. A request that has already started stores nothing until the engine
+        starts it over. Requests with an adapter get their keys from `identify`."""
         self._keys = keys
         for tracked in self._tracked.values():
             tracked.forget_progress()

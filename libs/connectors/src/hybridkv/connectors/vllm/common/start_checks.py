@@ -19,7 +19,8 @@ logger = logging.getLogger("vllm.hybridkv")
 
 
 def check_start(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
-    """Refuses an engine or a configuration that cannot work, and warns of probable mistakes in valid settings.
+    """Refuses an engine or a configuration that cannot work, and warns of probable mistakes in valid settings. Also
+    sends the log of hybridkv's libraries to vLLM's handlers.
 
     Only the scheduler's half warns. For children of HybridMultiConnector, only their parent warns.
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
 GAUGE_RESEND_INTERVAL = 17
-"""All gauges are resent at every n-th call of `take`. The number is a prime, so that each of several front-ends gets
-the gauges although the front-ends get the counts in turn."""
+"""After every n-th call of `take`, all gauges are sent again. The number is a prime, so that each of several front-ends
+gets the gauges although the front-ends get the counts in turn."""
 
 
 class ConnectorMetrics:
     """Counts of one half of a connector, under the catalogue's metric names. vLLM merges the counts of all halves.
 
-    A gauge is sent when it has changed. All gauges are also resent from time to time, because the counts of a step go
-    to only one of several front-ends. A step without events sends nothing.
+    A gauge is sent when it has changed. All gauges are also sent again from time to time, because the counts of a step
+    go to only one of several front-ends. A step without counts and gauges sends nothing.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ConnectorMetrics:
         self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason=reason)
 
     def lookup(self, explained: Explanation) -> None:
-        """A request was looked up and admitted."""
+        """A request was admitted after a lookup, or without a lookup because of a hint or its adapter."""
         self._counts.add("vllm:hybridkv_lookups_total", 1, result=explained.result, reason=str(explained.reason))
         for source, num_tokens in (
             ("engine", explained.engine_tokens),
@@ -139,18 +139,19 @@ class ConnectorMetrics:
             self._counts.add("vllm:hybridkv_local_bytes_total", num_bytes, source=source)
 
     def copied(self, is_load: bool, seconds: float, num_bytes: int) -> None:
-        """One copy job ended on this rank; 0 bytes if it failed before the first one."""
+        """One copy job ended on this rank. `num_bytes`: copied bytes; 0 if the job failed before its first byte."""
         job = "load" if is_load else "store"
         self._counts.observe(f"vllm:hybridkv_{job}_seconds", seconds)
         if num_bytes:
             self._counts.observe(f"vllm:hybridkv_{job}_size_bytes", num_bytes)
 
     def wait_timeout(self, wait: str) -> None:
-        """A wait of a request timed out. `wait`: "lookup" for pending stores, "load" for a secondary tier."""
+        """A wait of a request timed out. `wait`: "lookup" for pending stores or for a lookup in an LMCache server,
+        "load" for a secondary tier."""
         self._counts.add("vllm:hybridkv_wait_timeouts_total", 1, wait=wait)
 
     def moved(self, direction: Direction, tier: str, seconds: float) -> None:
-        """One chunk's move between the primary tier and another one ended on this rank."""
+        """One chunk's move between the primary tier and a secondary tier ended on this rank."""
         self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction), tier=tier)
 
     def lmcache_operations(self, operation: str, outcome: str, number: int) -> None:
@@ -207,7 +208,7 @@ class ConnectorMetrics:
         self._gauge("vllm:hybridkv_unannounced_chunks", num_unannounced_chunks)
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
-        """Current state of the tiers over all ranks, and their activity since the last call."""
+        """State of the tiers now, over all ranks, and their activity since the last call. Resets the tiers' counts."""
         self._tier(RAM, stack.primary_only, num_ranks)
         if not stack.secondary:
             return

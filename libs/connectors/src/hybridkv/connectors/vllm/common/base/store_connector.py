@@ -118,11 +118,12 @@ class WaitingScheduler:
 logger = logging.getLogger("vllm.hybridkv")
 
 _live: weakref.WeakSet[StoreConnector] = weakref.WeakSet()
-"""Connectors of this process that are not shut down."""
+"""Fully built connectors of this process that are not shut down."""
 
 
 class StoreScheduler(Protocol):
-    """Scheduler's half of a connector that stores. Its methods never block."""
+    """Scheduler's half of a connector that stores. Only `close` waits for I/O without a short bound; other methods wait
+    at most for checks of an adapter's files, see `identity.adapters.LOOK_S`."""
 
     def bind_block_pool(self, pool: BlockPool) -> None: ...
 
@@ -356,7 +357,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
         return self._require_scheduler().has_work_in_flight()
 
     def reset_cache(self) -> bool | None:
-        """Drops all stored chunks; with `"on_reset": "keep"` none. vLLM also calls this before it sleeps."""
+        """Drops all stored chunks; with `"on_reset": "keep"` none. vLLM also calls this method before it sleeps."""
         if self._keeps_on_reset:
             logger.info("%s: a reset of vLLM's caches keeps the tiers, as on_reset says", type(self).__name__)
             return True

@@ -46,7 +46,8 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
-    """Groups with blocks that the engine may copy only in part: groups with a page larger than the smallest page."""
+    """Groups with blocks that the engine may copy only in part: groups with a page larger than the smallest page. None
+    in an engine that copies whole blocks, or with the pages of a block side by side."""
     smallest = min((layer.page_bytes for layers in layout.layers for layer in layers), default=0)
     larger = frozenset(
         index for index, layers in enumerate(layout.layers) if any(layer.page_bytes > smallest for layer in layers)
@@ -89,7 +90,7 @@ def misfiled_blocks(output: SchedulerOutput, groups: Container[int]) -> list[int
 
 
 def without_states(output: SchedulerOutput, block_ids: Container[int]) -> AbstractContextManager[None]:
-    """Meanwhile, the step does not hand over the states in these blocks."""
+    """Context in which the step does not hand over the states in these blocks."""
     return compat.with_boundary_states(
         output,
         {
@@ -172,7 +173,7 @@ class CorruptBlocks:
 
     @property
     def misled(self) -> Iterable[str]:
-        """Requests that continue from a corrupt block and have not started over since."""
+        """Requests that continue from a corrupt block, and have neither started over nor ended since."""
         return self._misled.keys()
 
     def bind(self, pool: BlockPool) -> None:
@@ -201,7 +202,8 @@ class CorruptBlocks:
                 self._corrupt.pop(block_id, None)
 
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
-        """Records the corrupt blocks and misled requests of a step. Must be called before its stores are planned."""
+        """Records the corrupt blocks and misled requests of a step, and evicts misfiled states from the engine's prefix
+        cache. Must be called before the step's stores are planned."""
         for request_id in (*compat.preempted_ids(output), *compat.finished_ids(output)):
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
@@ -238,7 +240,8 @@ class CorruptBlocks:
     def _follow_copies(
         self, copies: Sequence[tuple[int, int]], handed_over: Mapping[str, Sequence[tuple[int, int, int]]]
     ) -> None:
-        """Marks copies of corrupt blocks. Destinations are newly allocated, so earlier marks are removed."""
+        """Marks copies of corrupt blocks, and partly copied blocks with a state that is handed over. Destinations are
+        newly allocated, so earlier marks are removed."""
         destinations = {destination for _, destination in copies}
         for destination in destinations:
             self._corrupt.pop(destination, None)

@@ -37,7 +37,8 @@ class LoadRoom:
         """The engine's block pool, once it is bound."""
 
     def verdict(self, request_id: str, num_tokens: int) -> Verdict:
-        """Whether a request may get blocks for its load now."""
+        """Decides whether a request may get blocks for its load now, and records the request's wait. ADMIT if a parent
+        connector admits loads, or if no request holds blocks or waits after a failed load."""
         if self._admission is None or self._admission.is_idle or self.pool is None:
             return Verdict.ADMIT
         pool_blocks, free_blocks = self.pool.num_gpu_blocks - 1, self.pool.get_num_free_blocks()
@@ -54,7 +55,8 @@ class LoadRoom:
             self._admission.take(request_id, num_tokens)
 
     def fail(self, request_id: str, num_tokens: int) -> None:
-        """Records a failed load. Its blocks are free; the engine reserves as many until the request is scheduled."""
+        """Records a failed load. The engine has freed the request's blocks, but reserves as many until the request is
+        scheduled."""
         if self._admission is not None:
             self._admission.fail(request_id, num_tokens)
 

@@ -176,7 +176,11 @@ class Device(ABC):
 
     @abstractmethod
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
-        """Engines for stores and loads. `load` is "async", or "sync" for loads that end within `submit`."""
+        """Engines for stores and loads. `load` is "async", or "sync" for loads that end within `submit`.
+
+        Raises:
+            ConfigurationError: hybridkv-cuda or its GPU is missing.
+        """
 
     @abstractmethod
     def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
@@ -199,7 +203,7 @@ class Device(ABC):
         """Number of threads for checksums of this worker's arena. `num_workers`: workers of the engine."""
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
-        """Refuses KV caches on another device.
+        """Refuses KV caches on another device. On a CPU, also requests permission for AMX.
 
         Raises:
             ConfigurationError: a KV cache is on another device; the text names the layer.
@@ -341,7 +345,8 @@ def open_device(device_type: str, copies: str) -> Device:
         copies: for a GPU: "engine" copies with vLLM's functions, "native" with hybridkv-cuda.
 
     Raises:
-        ConfigurationError: the device is unknown or missing, or this vLLM lacks the functions for copies.
+        ConfigurationError: the device type is unknown; or, for "engine", the GPU is missing, or this vLLM lacks the
+            functions for copies.
     """
     if device_type == "cpu":
         return CpuDevice()

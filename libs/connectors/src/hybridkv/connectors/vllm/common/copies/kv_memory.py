@@ -72,8 +72,8 @@ def take_kv_memory(
         outlives_engine: whether another engine, maybe with another attention backend, may read the stored chunks.
 
     Raises:
-        ConfigurationError: the tensors do not have the layout that the engine describes, or are on another device, or
-            have an order of bytes that another engine might not have.
+        ConfigurationError: the tensors do not have the layout that the engine describes, are on another device, have an
+            order of bytes that another engine might not have, or have blocks that chunks cut but that cannot be cut.
     """
     device.prepare(kv_caches)
     try:

@@ -1,9 +1,9 @@
 """Order of bytes within a block, as far as the attention backend determines it.
 
 An attention backend may split the blocks of the block manager into smaller kernel blocks. If the memory layout has
-heads before tokens, a split block has another order of bytes than an unsplit block with the same content. Chunks always
-have the order of an unsplit block. So an engine with another backend can read them, if `identity_ignores` excludes the
-facts in which the two engines differ.
+heads before tokens, a split block has another order of bytes than an unsplit block with the same content. Chunks that
+outlive the engine have the order of an unsplit block. So an engine with another backend can read these chunks, if
+`identity_ignores` excludes the facts in which the two engines differ.
 """
 
 from __future__ import annotations

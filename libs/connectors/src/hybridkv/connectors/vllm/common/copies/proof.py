@@ -4,7 +4,8 @@ Random pages of every group are copied to the arena and back, with the copy engi
 later. Compute runs on the engine's own stream at the same time: it writes blocks right before a store, reuses them
 right after the store, and reads and zeroes blocks right before a load overwrites them. A missing fence, a page in the
 wrong place and a missing byte all give wrong bytes. If compute ends before a copy is submitted, the fence is not
-tested; then the copy is repeated with a longer delay. The original content of the blocks is restored.
+tested; then the copy is repeated with a longer delay, up to a limit. After a success, the blocks have their original
+content again.
 """
 
 from __future__ import annotations
@@ -301,7 +302,8 @@ class _Proof:
             self._delay_cycles *= 2
 
     def _store(self, blocks: _Blocks) -> None:
-        """Stores blocks that delayed compute writes before the store, and zeroes right after it."""
+        """Stores blocks. Delayed compute writes these blocks before the store. Other compute zeroes these blocks right
+        after the store."""
         content = blocks.content
         [view] = self._arena.views(blocks.slot)
         view[:] = (~content).tobytes()  # each byte differs, so the copy must write each byte
@@ -324,7 +326,8 @@ class _Proof:
             raise _refusal("store", blocks, "the digest is not that of the bytes")
 
     def _load(self, blocks: _Blocks) -> None:
-        """Loads into blocks that delayed compute reads and zeroes before the load, and reads right after it."""
+        """Loads into blocks. Delayed compute reads and zeroes these blocks before the load, and reads them right after
+        the load."""
         content = blocks.content
         read_before, read_after = blocks.reads(blocks.before), blocks.reads(blocks.after)
         self._gpu.launch(blocks.writes(blocks.other))

@@ -1,7 +1,7 @@
 """Checks of chunks in host memory before a load copies them: the setting `verify_ram`.
 
 The setting selects chunks of loads. It does not change checks of moves: media verify chunks of secondary tiers before
-these are sealed in the arena, and chunks that are copied to secondary tiers are compared with their seals.
+the chunks are sealed in the arena, and chunks that are copied to secondary tiers are compared with their seals.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RamChecks:
         self._load_numbers = itertools.count()
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
-        """One result for each chunk of a load; None is success."""
+        """One result for each chunk of a load; None if the checks of the chunk found no failure."""
         if self._verify_ram == "always":
             return self._arena.check_all(chunks)
         load_number = next(self._load_numbers)

@@ -101,10 +101,10 @@ class CopyJob:
 
     Args:
         is_load: True for a load: the job copies into the engine's blocks.
-        make_runs: makes the runs of bytes, on the copy thread.
+        make_runs: makes the runs of bytes, on the thread that copies.
         on_end: called at the end with the failures; empty after a success.
-        before: hook on the copy thread before the first byte. It returns a description of a failure, or None.
-        after: hook on the copy thread after the last byte, as `before`.
+        before: hook on the thread that copies, before the first byte. Returns a description of a failure, or None.
+        after: hook on the thread that copies, after the last byte. Returns the same as `before`.
         records: checksums that the copy engine takes during the copy.
         zero_bytes: bytes of padding in the runs. Set by `make_runs`.
         failures: failures that the hooks have found, with their chunks.
@@ -168,12 +168,13 @@ class CopyJobs:
                     job.on_end(tuple(job.failures) or (LoadFailure("io", copied.failure),))
 
     def wait_for_loads(self, timeout_s: float) -> None:
-        """Waits until all loads have ended, at most `timeout_s`."""
+        """Waits until all loads have ended, at most `timeout_s`. Does not call `on_end`; `poll` does."""
         if loads := [job_id for job_id, job in self._open.items() if job.is_load]:
             self._paths.loads.wait(loads, timeout_s)
 
     def suspend(self, timeout_s: float) -> bool:
-        """Waits until all jobs have ended. False after a timeout; else later jobs fail at once until `resume`."""
+        """Waits until all jobs have ended, and calls their `on_end`. False after a timeout, without these calls. After
+        True, later jobs fail at once until `resume`."""
         ends_s = self._paths.clock() + timeout_s
         for engine in self._paths.engines():
             is_loads = engine is self._paths.loads
@@ -219,8 +220,8 @@ class RankWorker:
         return self._outcomes.take_facts()
 
     def suspend(self, timeout_s: float) -> bool:
-        """Waits until no copy uses the engine's KV memory. False after a timeout; else loads and stores fail without a
-        copy until `resume`. Their results are reported with the next step."""
+        """Waits until no copy uses the engine's KV memory. False after a timeout. After True, loads and stores fail
+        without a copy until `resume`, and their failures are reported with the next step."""
         return self._copies.suspend(timeout_s)
 
     def resume(self) -> None:
@@ -228,5 +229,6 @@ class RankWorker:
         self._copies.resume()
 
     def outcome(self) -> StepOutcome | None:
-        """Stores, moves and failures since the last call; None if there are none."""
+        """Ended stores and moves, failed loads and the end of a measured step since the last call; None if there are
+        none."""
         return self._outcomes.take_outcome()

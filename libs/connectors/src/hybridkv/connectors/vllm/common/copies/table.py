@@ -22,7 +22,7 @@ from hybridkv.tiers import Slot
 
 
 class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy between blocks of one group and a chunk in a tier, or consecutive blocks of the chunk.
+    """Copy between blocks of one group and a chunk in a tier: the whole chunk, or a run of consecutive blocks of it.
 
     Args:
         group_index: the engine's group.
@@ -168,6 +168,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
         Raises:
             ValueError: the columns have different lengths.
+            struct.error: a block id does not fit 32 bits.
         """
         if len({len(column) for column in columns if column is not None}) > 1:
             raise ValueError(f"expected columns of one length, got {[len(column or ()) for column in columns]}")
@@ -186,6 +187,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
         Raises:
             ValueError: the numbers of copies, keys and slots differ.
+            struct.error: a block id does not fit 32 bits.
         """
         num_copies = sum(run.num_copies for run in runs)
         if not num_copies == len(keys) == len(slots):
@@ -207,7 +209,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def rows(self) -> Iterator[CopyShape]:
-        """Shapes of the copies, in order."""
+        """Shapes of the copies, in order: one shape for each run of consecutive copies of this shape."""
         numbers = array("i", self.shapes)
         for start in range(0, len(numbers), SHAPE_NUMBERS):
             yield CopyShape(*numbers[start : start + SHAPE_NUMBERS])

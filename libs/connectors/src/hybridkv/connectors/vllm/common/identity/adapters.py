@@ -13,7 +13,7 @@ loaded in place.
 For other adapters, the content is in doubt: their requests load nothing and store nothing. Stored content is committed
 only after a last check that the files have not changed since they were read.
 
-Two threads read and check files; a caller waits for a check at most `LOOK_S`.
+One thread reads files, and another thread checks them. A caller waits for a check at most `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ logger = logging.getLogger("vllm.hybridkv.adapters")
 MAX_ADAPTERS = 1024
 """Maximum of adapters in memory. The least recently used adapter is dropped, and read again at its next request."""
 MAX_SEEN = 8192
-"""Maximum of adapters with a recorded first check, and of recorded numbers. Later adapters and numbers are in doubt."""
+"""Maximum of adapters with a recorded first check, and of recorded numbers. Adapters with later numbers are in doubt;
+other later adapters are in doubt unless they are loaded in place."""
 LOOK_S = 0.05
 """Maximum seconds that a caller waits for a check of files. A check reads no content."""
 TICK_NS = 100_000_000
@@ -109,12 +110,12 @@ class Adapters:
         if adapter.content is None:
             self._read(adapter)
 
-    def current_version(self, lora: Any, is_alone: bool) -> AdapterVersion | None:
+    def current_version(self, lora: Any, is_conflict_free: bool) -> AdapterVersion | None:
         """Version of the adapter for a request just before its admission; None if the content is in doubt.
 
         Args:
             lora: the request's adapter.
-            is_alone: whether no other request prevents a load in place; see `Requests`.
+            is_conflict_free: whether no other request conflicts with a load in place; see `Requests`.
         """
         adapter = self._adapter(lora)
         if not self._is_read(adapter):
@@ -127,7 +128,7 @@ class Adapters:
         if now != found.signature:
             self._forget(adapter)
             return None
-        if not self._is_held(adapter, found.signature, lora.load_inplace, is_alone):
+        if not self._is_held(adapter, found.signature, lora.load_inplace, is_conflict_free):
             return None
         if adapter.keys is None:
             adapter.keys = self._keys.for_adapter(self._nonce + found.digest)
@@ -145,9 +146,9 @@ class Adapters:
 
     def is_still_valid(self, adapter_version: AdapterVersion | None) -> bool:
         """Whether the files, and the adapter of the number, are unchanged since the admission. Then the engine has
-        computed with these files since the admission.
+        computed with these files since the admission. True for a request without an adapter (None).
 
-        True for a request without an adapter (None).
+        The request must have run: after a load in place, also records that the engine has loaded these files.
         """
         if adapter_version is None:
             return True
@@ -160,14 +161,16 @@ class Adapters:
         return True
 
     def is_unchanged(self, adapter_version: AdapterVersion) -> bool:
-        """Whether a request that is admitted now would get the same version."""
+        """Whether the files, and the adapter of the number, are the same as in this version. False also if the adapter
+        is no longer in memory, or if the files cannot be checked within `LOOK_S`."""
         adapter = self._adapters.get(adapter_version.name)
         if adapter is None or self._turn(adapter) != adapter_version.turn:
             return False
         return self._check(adapter) == adapter_version.signature
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Waits until all requested reads and checks have ended; for tests and tools. False after a timeout."""
+        """Waits until all requested reads and checks have ended, at most `timeout_s` for each thread; for tests and
+        tools. False after a timeout."""
         return self._reader.wait_until_idle(timeout_s) and self._checker.wait_until_idle(timeout_s)
 
     def close(self) -> None:
@@ -175,29 +178,29 @@ class Adapters:
         self._reader.close()
         self._checker.close()
 
-    def _is_held(self, adapter: _Adapter, now: Signature, in_place: bool, is_alone: bool) -> bool:
+    def _is_held(self, adapter: _Adapter, now: Signature, in_place: bool, is_conflict_free: bool) -> bool:
         """Whether the engine has certainly loaded, or will load, the current content of the files."""
         if in_place:
             # A change in the same tick as the read of the files would leave equal times.
             is_settled = now.changed_ns + TICK_NS < adapter.read_ns
             if not is_settled:
                 self._forget(adapter)
-            return is_settled and is_alone
+            return is_settled and is_conflict_free
         turn = self._turn(adapter)
         if adapter.held is None and self._first_signature(adapter) == now and now.changed_ns + TICK_NS < self._began_ns:
             adapter.held = now
         if adapter.held == now and adapter.held_turn != turn:
             self._warn(
                 adapter,
-                f"its number {adapter.name[1]} was used by another adapter, and the engine may hold its weights; "
-                "load it in place, or give each adapter a number of its own",
+                f"its number {adapter.name[1]} was used by another adapter, and the engine may hold that adapter's "
+                "weights; load this adapter in place, or give each adapter a number of its own",
             )
             return False
         if adapter.held != now:
             self._warn(
                 adapter,
-                "its files changed after this engine began, so it may hold other weights than they do; load it in "
-                "place, or restart the engine",
+                "its files changed after this engine began, so the engine may hold other weights than the files; load "
+                "the adapter in place, or restart the engine",
             )
             return False
         return True
@@ -237,7 +240,7 @@ class Adapters:
         return adapter
 
     def _is_read(self, adapter: _Adapter) -> bool:
-        """Whether the content is known. If not, starts to read the files."""
+        """Whether the content is known. If not, takes the content if a read has ended, or starts a read."""
         if adapter.content is not None:
             return True
         reading = adapter.reading
@@ -263,7 +266,7 @@ class Adapters:
         self._read(adapter)
 
     def _check(self, adapter: _Adapter) -> Signature | None:
-        """Current signature of the files; None if it is not available within `LOOK_S`."""
+        """Current signature of the files; None if they cannot be read, or the check does not end within `LOOK_S`."""
         path, checking = adapter.name[2], None
         # While the file system blocks an earlier check, a new check would not end in time.
         if self._checking is None or self._checking.is_done:

@@ -41,7 +41,7 @@ file may change again without a change of its times."""
 
 
 class _CachedDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cached digest, and the file's status when it was read."""
+    """Cached digest of a file, and the status of the file when the file was read."""
 
     device: int
     inode: int
@@ -85,12 +85,14 @@ class FileDigests:
         known = self._known.get(name)
         with path.open("rb", buffering=0) as file:
             before = os.fstat(file.fileno())
-            if known is not None and known == _of(before, known.digest):
+            if known is not None and known == _cached_digest(before, known.digest):
                 return known.size, known.digest
             digest = _full(file) if self._mode == "full" else _sampled(file, before.st_size)
             # The digest is not cached if the file changed during the read, or may have changed with equal times.
             is_settled = self._clock_ns() - max(before.st_ctime_ns, before.st_mtime_ns) >= SETTLED_NS
-            if is_settled and _of(os.fstat(file.fileno()), digest) == (found := _of(before, digest)):
+            if is_settled and _cached_digest(os.fstat(file.fileno()), digest) == (
+                found := _cached_digest(before, digest)
+            ):
                 self._known[name] = found
                 self._has_new = True
         return before.st_size, digest
@@ -115,7 +117,7 @@ class FileDigests:
         )
 
 
-def _of(status: os.stat_result, digest: str) -> _CachedDigest:
+def _cached_digest(status: os.stat_result, digest: str) -> _CachedDigest:
     return _CachedDigest(
         device=status.st_dev,
         inode=status.st_ino,

@@ -13,14 +13,15 @@ from blake3 import blake3
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts
 from hybridkv.connectors.vllm.common.identity.environment import environment_facts
-from hybridkv.connectors.vllm.common.identity.weights import CollectedFacts, is_hidden, local_files, weights_facts
+from hybridkv.connectors.vllm.common.identity.weights import CollectedFacts, add_weights_facts, is_hidden, local_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-def code_facts(vllm_config: VllmConfig, collected: CollectedFacts) -> None:
-    """Adds a digest of the Python files of the model, and of its drafter, if `trust_remote_code` allows such code.
+def add_code_facts(vllm_config: VllmConfig, collected: CollectedFacts) -> None:
+    """Adds a digest of the Python files that the model and its drafter bring, if `trust_remote_code` allows such code.
+    Adds a reason to `collected.unrepeatable` if the files are not on this machine.
 
     Raises:
         ConfigurationError: a Python file cannot be read.
@@ -59,7 +60,7 @@ def _digest(root: Path) -> str:
             content = path.read_bytes()
         except OSError as error:
             raise ConfigurationError(
-                str(path), "a file that can be read", error.strerror or str(error), "the model's code is part of it"
+                str(path), "a file that can be read", error.strerror or str(error), "the cache depends on this code"
             ) from error
         hasher.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         hasher.update(content)
@@ -100,15 +101,15 @@ def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: Id
     Facts that the operator ignores are included: `without_ignored` removes them after the workers' facts have arrived.
 
     Raises:
-        ConfigurationError: a value of the configuration has a type without canonical text, or a file of the weights
-            cannot be read.
+        ConfigurationError: a value of the configuration has a type without canonical text, or a file of the weights or
+            of the model's code cannot be read.
     """
     facts = {VERSION: engine_version()}
     facts |= configuration_facts(vllm_config, config.identity_ignores)
     facts |= environment_facts(environ)
     collected = CollectedFacts()
-    weights_facts(vllm_config, config.weights_digest, collected)
-    code_facts(vllm_config, collected)
+    add_weights_facts(vllm_config, config.weights_digest, collected)
+    add_code_facts(vllm_config, collected)
     _add_runtime_reasons(vllm_config, collected)
     facts |= collected.facts
     if collected.unrepeatable:

@@ -47,7 +47,8 @@ class Identity:
         return self.keys.fingerprint.digest()
 
     def begin_anew(self) -> ChunkKeys:
-        """Gives `adapters` new keys that no other process has. Returns new keys of the model, which replace `keys`."""
+        """Gives `adapters` new keys that no other process has. Returns such keys of the model, which the caller uses in
+        place of `keys`; `keys` itself does not change."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.adapters.begin_anew(nonce)
         return self.keys.for_adapter(nonce)
@@ -79,17 +80,17 @@ class IdentityBuilder:
 
     @property
     def num_ranks(self) -> int:
-        """Number of workers that must send facts."""
+        """Number of workers, which must send facts unless `needs_no_worker` is set."""
         return self._layout.world_size
 
     def identity(self, ranks: Mapping[int, Mapping[str, str]]) -> Identity:
         """Identity from the facts of the engine and of all workers.
 
         Args:
-            ranks: facts of each rank.
+            ranks: facts of each rank; not used if `needs_no_worker` is set.
 
         Raises:
-            ConfigurationError: an entry of `identity_ignores` names no fact.
+            ConfigurationError: an entry of `identity_ignores` names no fact; not checked if `needs_no_worker` is set.
         """
         facts = self._engine.facts
         if not self.needs_no_worker:

@@ -1,9 +1,10 @@
-"""Identity of the weights that an engine loads, so that two trainings of one architecture never share a cache.
+"""Identity of the weights that an engine loads, so that two trainings of one architecture do not share a cache.
 
 Files are identified by their content and by their names below the model's directory, not by the place of the directory.
-Other files that the engine reads at run time, such as the settings of an image processor, are included. Weights that
-another process cannot find again, for example streamed weights, have no identity: no other process can use their
-stored content, unless the operator gives the weights a name.
+Other files that the engine reads at run time, such as the settings of an image processor, are included. If the operator
+gives the weights a name, only the name is a fact, and none of these files is read. Weights that have no name and that
+another process cannot find again, for example streamed weights, have no identity: no other process can use their stored
+content.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CollectedFacts:
 
 def local_files(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Directory or file of a model: `model` itself if it is a path, or the snapshot of a hub's name in the local cache.
-    None if the model is not on this machine.
+    None if the model is not on this machine, or if the name may belong to another hub than Hugging Face.
     """
     path = Path(model)
     if path.exists():
@@ -102,13 +103,14 @@ EXCLUDED_SETTINGS: Mapping[str, str] = {
 """JSON files beside the weights that are not in the fingerprint, each with its reason. Other JSON files are in it."""
 
 
-def weights_facts(vllm_config: VllmConfig, mode: str, collected: CollectedFacts) -> None:
+def add_weights_facts(vllm_config: VllmConfig, mode: str, collected: CollectedFacts) -> None:
     """Adds facts of the weights of the model and of its drafter.
 
     Args:
         vllm_config: final configuration.
-        mode: "sampled", "full", or the operator's name of the weights; with a name, no file of the weights is read.
-        collected: gets the facts.
+        mode: "sampled", "full", or the operator's name of the weights; with a name, neither weights nor settings beside
+            them are read.
+        collected: gets the facts, and reasons for weights without an identity.
 
     Raises:
         ConfigurationError: a file of the weights cannot be read.
@@ -128,7 +130,8 @@ def weights_facts(vllm_config: VllmConfig, mode: str, collected: CollectedFacts)
 
 
 def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: str) -> str | None:
-    """Digest of the files that a load format reads for a model; None if the files are not on this machine.
+    """Digest of the files that a load format reads for a model; None if the files are not on this machine, or if the
+    format reads no files. Caches digests, see `FileDigests.save`.
 
     Raises:
         ConfigurationError: a file cannot be read.
@@ -155,8 +158,9 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
 
 
 def weight_files(root: Path, load_format: str) -> list[Path]:
-    """Files of a directory that a load format reads, and all files of weights in its subdirectories. Hidden files, and
-    the subdirectory `original`, are left out."""
+    """Files of a directory that a load format reads, and all files of weights in its subdirectories. For a format that
+    `_BY_FORMAT` does not list: all files of the directory except `EXCLUDED_SETTINGS`. Hidden files, and the
+    subdirectory `original`, are left out."""
     found = sorted(path for path in root.rglob("*") if path.is_file() and not is_hidden(path, root))
     top = [path for path in found if path.parent == root]
     below = [path for path in found if path.parent != root and path.suffix in SUFFIXES]

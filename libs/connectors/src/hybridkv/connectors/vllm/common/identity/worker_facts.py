@@ -2,8 +2,8 @@
 
 A worker chooses the attention backend, and on a CPU the instruction set, which determines the order of elements in the
 cache. Layer code changes flags in the worker's copy of the configuration, and the platform sets variables in the
-worker's environment. A worker sends its facts once, when its KV tensors are registered; the scheduler's half merges the
-facts of all ranks.
+worker's environment. A worker collects its facts when its KV tensors are registered, and sends them once; the
+scheduler's half merges the facts of all ranks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def worker_facts(
 def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str]) -> dict[str, str]:
     """Merged facts of all ranks: one value for a fact if all ranks have the same, else the value of each rank.
 
-    Facts that all workers have with the value of the scheduler's process are left out. A variable of that process
-    that the workers lack is included, with the value "nothing".
+    Facts that all workers have with the value of the scheduler's process are left out. A rank that lacks a fact of
+    another rank, or a variable of the scheduler's process, has the value "nothing".
 
     Args:
         ranks: facts of each rank.
@@ -126,7 +126,7 @@ set."""
 
 
 def relevant_facts(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
-    """The facts without those about recurrent states, if the model has none."""
+    """The facts; without `STATE_FACTS` if the model has no recurrent group."""
     if any(group.kind is GroupKind.RECURRENT for group in spec.groups):
         return dict(facts)
     return {name: value for name, value in facts.items() if name not in STATE_FACTS}

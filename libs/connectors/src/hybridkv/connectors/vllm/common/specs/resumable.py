@@ -40,7 +40,7 @@ UNRESUMABLE_ARCHITECTURES = {
     "UnlimitedOCRForCausalLM": "its output attends only to a window of its output, so a block depends on where the "
     "prompt ended, with every attention backend"
 }
-BATCH_INVARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
+BATCH_VARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Attention backends that are not batch-invariant after a resumed prefix."""
 
 
@@ -241,10 +241,10 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
             RefusalReason.RISC_V,
             "enable_prefix_caching",
             "a CPU on which vLLM can resume a prefix",
-            "RISC-V, for which it switches prefix caching and chunked prefill off",
+            "RISC-V, for which vLLM switches prefix caching and chunked prefill off",
             f"start without hybridkv; {EXCEPTION_KEY} does not help",
         )
-    unfit = sorted(machine.backends & BATCH_INVARIANT_BACKENDS)
+    unfit = sorted(machine.backends & BATCH_VARIANT_BACKENDS)
     if switches.batch_invariant and unfit:
         yield ResumeRefusal(
             RefusalReason.BATCH_INVARIANT,
@@ -306,7 +306,8 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
 def warn_other_connectors(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]
 ) -> ResumeRefusal | None:
-    """Warns if no prefix may be resumed, but connectors of other projects could restore one. Returns the refusal.
+    """Warns if no prefix may be resumed, but connectors of other projects could restore one. Returns the refusal; None
+    if prefixes may be resumed, or if there are no such connectors.
 
     Such connectors are not refused: some fetch a whole prompt from the engine that has just computed it, which is safe.
 

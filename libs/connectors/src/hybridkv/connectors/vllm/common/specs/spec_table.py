@@ -234,7 +234,7 @@ GROUP_FIELD_RULES: Mapping[str, FieldRule] = {
 
 
 def known_field_rules(name: str) -> dict[str, FieldRule]:
-    """Fields of a known class and of its parents. An own field replaces a parent's field of the same name."""
+    """Rules of the fields of a known class and of its parents. The class's own rule replaces a parent's rule."""
     spec: SpecClass | None = KNOWN[name]
     rules: dict[str, FieldRule] = {}
     while spec is not None:
@@ -339,7 +339,7 @@ def field_problem(owner: str, name: str, value: object, rules: Mapping[str, Fiel
     if rule is None:
         return SpecProblem(
             f"{owner} with the fields that hybridkv knows",
-            f"{name} {shown}, a field that it does not know",
+            f"{name} {shown}, a field that hybridkv does not know",
             "this vLLM is newer than hybridkv knows; use one that the compatibility page lists, or report the model",
             is_known=False,
         )
