@@ -29,6 +29,14 @@ def transfer(extra: object, **more: Any) -> dict[str, Any]:
     return fields | more
 
 
+MULTI = {
+    "kv_connector": "HybridMultiConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"connectors": [transfer({"chunk_token": 1})]},
+}
+
+
 def run_check(config: object, *options: str) -> Result:
     text = config if isinstance(config, str) else json.dumps(config)
     return CliRunner().invoke(main, ["check", text, *options])
@@ -55,9 +63,27 @@ def test_a_valid_configuration_has_no_problem(tiers: list[object]) -> None:
         (transfer({}, tiers=[RAM]), ["tiers: expected a known key, got an unknown one", "put it into"]),
         (transfer([]), ["kv_connector_extra_config: expected an object"]),
         (
-            {"kv_connector": "HybridMultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-            | {"kv_connector_extra_config": {"connectors": [transfer({"chunk_token": 1})]}},
+            MULTI,
             ["connectors[0].kv_connector_extra_config.chunk_token", 'did you mean "chunk_tokens"?'],
+        ),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [MULTI]},
+            },
+            [
+                "kv_connector_extra_config.connectors[0].kv_connector_extra_config.connectors[0].kv_connector_extra_config"
+                ".chunk_token:",
+                'did you mean "chunk_tokens"?',
+            ],
+        ),
+        (
+            {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+            | {
+                "kv_connector_extra_config": {"connectors": [{**MULTI, "kv_connector_extra_config": {"connector": []}}]}
+            },
+            ["kv_connector_extra_config.connectors[0].kv_connector_extra_config.connector:"],
         ),
         ("{", ["the argument: expected JSON"]),
         ("[1]", ["[1]: expected a readable file"]),

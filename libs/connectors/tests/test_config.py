@@ -58,9 +58,9 @@ def test_an_invalid_size_is_refused(value: object) -> None:
         ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
         ({"tiers": ["ram"]}, "tiers[0]", "an object", "'ram'", '"type": "ram"'),
         ({"tiers": "ram"}, "tiers", "array", "'ram'", "configuration.md"),
-        ({"tiers": [RAM, RAM]}, "tiers[1].type", "no other tier has", '"ram"', "tiers[0] is one"),
-        ({"tiers": [RAM, DISK, RAM]}, "tiers[2].type", "no other tier has", '"ram"', "tiers[0] is one"),
-        ({"tiers": [RAM, DISK, DISK]}, "tiers[2].type", "no other tier has", '"disk"', "tiers[1] is one"),
+        ({"tiers": [RAM, RAM]}, "tiers[1].type", "no other tier has", '"ram"', "tiers[0] has this type"),
+        ({"tiers": [RAM, DISK, RAM]}, "tiers[2].type", "no other tier has", '"ram"', "tiers[0] has this type"),
+        ({"tiers": [RAM, DISK, DISK]}, "tiers[2].type", "no other tier has", '"disk"', "tiers[1] has this type"),
         ({"tiers": [RAM, {**PEER, "listen": "here"}]}, "tiers[1].listen", "HOST:PORT", "'here'", "10.0.0.1:14700"),
         ({"tiers": [RAM, {**PEER, "listen": "::1:80"}]}, "tiers[1].listen", "HOST:PORT", "'::1:80'", "brackets"),
         ({"tiers": [RAM, {**PEER, "peers": ["a:1", "b:0"]}]}, "tiers[1].peers[1]", "HOST:PORT", "'b:0'", "14700"),
@@ -109,25 +109,32 @@ def test_an_invalid_size_is_refused(value: object) -> None:
             "leave it out",
         ),
         (
-            {"tiers": [RAM, DISK | {"lookup_timeout_seconds": 0}]},
+            {"tiers": [RAM, PEER | {"lookup_timeout_seconds": 0}]},
             "tiers[1].lookup_timeout_seconds",
             "above 0",
             "0",
             "leave it out",
         ),
         (
-            {"tiers": [RAM, DISK | {"load_timeout_seconds": 2, "lookup_timeout_seconds": 3}]},
+            {"tiers": [RAM, PEER | {"load_timeout_seconds": 2, "lookup_timeout_seconds": 3}]},
             "tiers[1].lookup_timeout_seconds",
             "at most the 2 of kv_connector_extra_config.tiers[1].load_timeout_seconds",
             "3",
             "leave it out",
+        ),
+        (
+            {"tiers": [RAM, DISK | {"lookup_timeout_seconds": 0.5}]},
+            "tiers[1].lookup_timeout_seconds",
+            "async lookups",
+            "disk",
+            "remove lookup_timeout_seconds",
         ),
         ({"tiers": [RAM, DISK | {"path": "x"}]}, "tiers[1].path", "an absolute path", "'x'", "several processes"),
         ({"tiers": [RAM, DISK | {"fsync": "often"}]}, "tiers[1].fsync", '"interval"', "'often'", "configuration.md"),
         ({"tiers": [RAM, DISK | {"direct": "yes"}]}, "tiers[1].direct", '"auto"', "'yes'", "configuration.md"),
         ({"tiers": [RAM, DISK | {"capacity": 0}]}, "tiers[1].capacity", "positive", "0", "512MiB"),
         ({"tiers": [RAM], "load_timeout_seconds": 0}, "load_timeout_seconds", "above 0", "0", "30"),
-        ({"tiers": [RAM], "pending_timeout_seconds": -1}, "pending_timeout_seconds", "above 0", "-1", "30"),
+        ({"tiers": [RAM], "pending_timeout_seconds": -1}, "pending_timeout_seconds", "above 0", "-1", "10"),
         ({"tiers": [RAM], "keep_share": 1.5}, "keep_share", "from 0 to 1", "1.5", "0.25"),
         ({"tiers": [RAM], "keep_share": "half"}, "keep_share", "float", "'half'", "configuration.md"),
         ({"tiers": [RAM], "compute_tokens_per_second": 0}, "compute_tokens_per_second", "above 0", "0", "measure"),
@@ -174,7 +181,7 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
     ],
 )
 def test_a_secondary_tier_has_its_own_deadlines(keys: dict, load_s: float, lookup_wait_s: float) -> None:
-    config = decode_config({"tiers": [RAM, DISK | keys], "load_timeout_seconds": 20})
+    config = decode_config({"tiers": [RAM, PEER | keys], "load_timeout_seconds": 20})
     [tier] = config.secondary.values()
     assert (config.load_timeout_of(tier), config.lookup_timeout_of(tier)) == (load_s, lookup_wait_s)
 

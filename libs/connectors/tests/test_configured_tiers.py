@@ -17,7 +17,6 @@ from hybridkv.connectors.config import (
     RamTierConfig,
     SecondaryTierConfig,
     TierConfig,
-    decode_config,
     name_of,
 )
 from hybridkv.connectors.errors import ConfigurationError
@@ -155,19 +154,6 @@ def test_a_tier_without_cascades_gets_no_chunk(builder: StackBuilder, tmp_path: 
     assert not isinstance(stack.reserve(KEY, 16), Refusal)
     assert stack.commit(KEY)
     assert {move.tier for move in stack.take_moves()} == {"disk"}
-    stack.close()
-
-
-def test_a_lookup_timeout_is_refused_for_a_synchronous_tier(builder: StackBuilder, tmp_path: Path) -> None:
-    keys = {"type": "disk", "path": str(tmp_path / "store"), "capacity": "64MiB", "lookup_timeout_seconds": 0.5}
-    config = decode_config({"tiers": [{"type": "ram", "capacity": "1MiB"}, keys]})
-    with pytest.raises(ConfigurationError) as caught:
-        tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
-    error = caught.value
-    assert error.path == "kv_connector_extra_config.tiers[1].lookup_timeout_seconds"
-    assert "async lookups" in error.expected and "disk" in str(error.got)
-    assert error.hint == "remove lookup_timeout_seconds"
-    stack = builder.stack(disk(tmp_path))  # works, so that the refused start has released the directory
     stack.close()
 
 

@@ -38,6 +38,14 @@ def test_an_allowed_host_is_connected(host: str) -> None:
     assert metrics.take() is None
 
 
+@pytest.mark.parametrize("entry", ["::ffff:10.0.0.5", "::ffff:10.0.0.0/120", "10.0.0.0/24", "10.0.0.5"])
+@pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "::ffff:a00:5"])
+def test_an_entry_allows_ipv4_addresses_in_both_forms(entry: str, host: str) -> None:
+    allowed = AllowedHosts([entry])
+    assert host in allowed
+    assert "10.0.1.5" not in allowed and "::ffff:10.0.1.5" not in allowed and "::a00:5" not in allowed
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "169.254.169.254", "kv-2", "10.1"])
 def test_another_host_reaches_no_rank_and_is_counted(host: str) -> None:
     metrics = NixlMetrics()

@@ -174,8 +174,14 @@ def connectors_of(
         problems.append(SettingProblem("warning", "kv_connector", expected, repr(name), hint))
         return
     for i, (connector, transfer) in enumerate(entries):
-        if connector in MODULES:
-            yield f"{ROOT}.connectors[{i}].{ROOT}.", connector, transfer
+        path = f"{ROOT}.connectors[{i}]."
+        if connector == MULTI_CONNECTOR:  # a child of vLLM's MultiConnector
+            found_in_child: list[SettingProblem] = []
+            for child_path, name_in_child, child_transfer in connectors_of(transfer, found_in_child, transfer_keys):
+                yield path + child_path, name_in_child, child_transfer
+            problems += [msgspec.structs.replace(problem, path=path + problem.path) for problem in found_in_child]
+        elif connector in MODULES:
+            yield f"{path}{ROOT}.", connector, transfer
 
 
 def _connector_problems(path: str, connector: str, transfer: Mapping[str, Any]) -> list[SettingProblem]:

@@ -67,7 +67,7 @@ class SecondaryTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         load_timeout_seconds: maximum seconds that a request waits for this tier. None: `load_timeout_seconds` of
             `OffloadConfig`.
         lookup_timeout_seconds: maximum seconds of a lookup in a tier without a local index. None: see
-            `OffloadConfig.lookup_timeout_of`. The start refuses a value for a disk tier, which has a local index.
+            `OffloadConfig.lookup_timeout_of`. Refused for a disk tier, which has a local index.
     """
 
     cascade: Literal["all", "reused", "nothing"] = "all"
@@ -461,6 +461,13 @@ def parse_address(text: str) -> tuple[str, int] | None:
 
 
 def _require_timeouts(config: OffloadConfig, path: str, tier: SecondaryTierConfig) -> None:
+    if isinstance(tier, DiskTierConfig) and tier.lookup_timeout_seconds is not None:
+        raise ConfigurationError(
+            f"{path}.lookup_timeout_seconds",
+            "a tier with async lookups: peer or object",
+            "a disk tier, which has a local index",
+            "remove lookup_timeout_seconds",
+        )
     default_s = tier.default_lookup_timeout_s
     limits = (
         ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all tiers"),

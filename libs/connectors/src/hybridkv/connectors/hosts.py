@@ -16,6 +16,8 @@ from typing import TypeAlias
 LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+"""IPv4 addresses in the form of IPv6."""
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -35,7 +37,7 @@ class AllowedHosts:
         self.networks: list[_Network] = []
         for entry in entries:
             try:
-                self.networks.append(ipaddress.ip_network(entry))
+                self.networks.append(_network(entry))
             except ValueError as error:
                 # "10.0.0.1/8" and "10.1" are no names: the first is a malformed network, the second a short address.
                 if not _is_name(entry):
@@ -61,6 +63,14 @@ def default_hosts(*own: str | None) -> tuple[str, ...]:
     """Entries for the loopback and for `own`, the addresses of this engine, without wildcard addresses."""
     given = (host for host in own if host and not is_wildcard(host))
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
+
+
+def _network(entry: str) -> _Network:
+    """Network of an entry, as IPv4 if it is IPv4-mapped. Raises `ValueError` if the entry is no network."""
+    network = ipaddress.ip_network(entry)
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
+        return ipaddress.IPv4Network((network.network_address.ipv4_mapped, network.prefixlen - _MAPPED.prefixlen))
+    return network
 
 
 def _address(host: str) -> _Address | None:

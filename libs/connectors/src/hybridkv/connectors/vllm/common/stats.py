@@ -123,7 +123,7 @@ class ConnectorMetrics:
         """One store failed: the chunks of one request in one step."""
         self._counts.add("vllm:hybridkv_store_failures_total", 1, reason=reason)
 
-    def load(self, num_tokens: int, num_bytes: int, failed: bool, failures: Sequence[LoadFailure]) -> None:
+    def load(self, num_bytes: int, failed: bool, failures: Sequence[LoadFailure]) -> None:
         """One request's load ended."""
         self._counts.add("vllm:hybridkv_loads_total", 1, outcome="failed" if failed else "loaded")
         if not failed:

@@ -401,7 +401,7 @@ class LoadTracker:
         if in_flight.prefix is not None:
             in_flight.prefix.lookup.drop()
         num_bytes = in_flight.num_bytes * self._layout.world_size
-        self._metrics.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
+        self._metrics.load(num_bytes, failed, in_flight.failures)
         bad = [digests.index(failure.key) for failure in in_flight.failures if failure.key in digests]
         if bad:
             self._mark_suspect(digests)

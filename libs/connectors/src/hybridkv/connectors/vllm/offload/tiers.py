@@ -194,14 +194,6 @@ def secondary_tiers(
             index = open_index(tier, IndexInputs(layout, fingerprint, burst_bytes, primary, options.load_timeout_s))
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
-        if tier.lookup_timeout_seconds is not None and not index.has_async_lookups:
-            index.close()
-            raise ConfigurationError(
-                f"{config.path_of(name)}.lookup_timeout_seconds",
-                "a tier with async lookups: peer or object",
-                f"a tier of type {name}, which has a local index",
-                "remove lookup_timeout_seconds",
-            )
         secondary.append(SecondaryTier(name, index, options))
     return secondary
 

@@ -241,7 +241,7 @@ class LoadsInFlight:
         self._stack.unpin_all(reversed(in_flight.keys))
         self._local.free(request_id)
         num_ranks = self._layout.world_size
-        self._metrics.load(in_flight.num_tokens, in_flight.num_bytes * num_ranks, failed, in_flight.failures)
+        self._metrics.load(in_flight.num_bytes * num_ranks, failed, in_flight.failures)
         if not failed:
             self._metrics.local(in_flight.source, in_flight.local_tokens, in_flight.local_bytes * num_ranks)
         if tracked is not None:
