@@ -97,7 +97,8 @@ class RamArena:
     ) -> list[Failure | None]:
         """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
 
-        Reads the bytes once, unless the caller passes `checksums`: the XXH3-128 of each chunk.
+        Removes the seals of other, overlapping slots. Reads the bytes once, unless the caller passes `checksums`: the
+        XXH3-128 of each chunk.
         """
         buffer = self._buffer
         failures = [self._why_not_use(slot) for _, slot in chunks]

@@ -71,7 +71,8 @@ class Headers:
 
 
 def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failure:
-    """Failure for an error of a system call. A shortage of this process is BUSY: the stored bytes may be good."""
+    """Failure for an error of a system call. A shortage of this process or machine is BUSY: the stored bytes may be
+    good. A load from a missing or short file is MISSING; any other error is IO."""
     where = f"segment {number_of(operation.address)}"
     if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
         return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
@@ -99,14 +100,15 @@ def busy(num_waiting: int) -> Failure:
 
 
 class DiskMedium:
-    """`TierMedium` for the slots of a `DiskIndex` of the same path, namespace and options, in any process.
+    """`TierMedium` for the slots of a `DiskIndex` of the same path and namespace, in any process.
 
     Args:
         path: absolute path of the store.
         namespace: digest of the fingerprint, 32 bytes.
         rank: tensor-parallel rank of the bytes.
-        options: the same options as for the index.
-        io: system calls that open, close and sync files; the record queue makes its own reads and writes.
+        options: the options of the index; only `fsync` and the options below it are used.
+        io: system calls that open and close files, and sync files with `Fsync.INTERVAL`. The record queue makes its own
+            calls.
         clock: time in seconds, for `Fsync.INTERVAL`.
 
     Raises:
@@ -394,7 +396,7 @@ class Runner:
         self._completions.append(completion)
 
     def _open_later(self, operation: DiskOperation) -> bool:
-        """Queue an operation until its file is open. False if the opener's thread cannot be started."""
+        """Queue an operation until its file is open. False if the opener's thread cannot be started or was closed."""
         try:
             is_queued = self._opener.post(self._open_next)
         except (RuntimeError, MemoryError):
