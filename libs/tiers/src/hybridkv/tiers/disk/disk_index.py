@@ -61,6 +61,7 @@ class DiskIndex(SyncLookups):
     Raises:
         TierConfigurationError: the options do not fit together; or there is no memory for `max_records`; or the path
             cannot be used or is not this user's own; or an engine has this cache open already.
+        RuntimeError, MemoryError: no thread for the `ThreadJanitor`.
     """
 
     def __init__(

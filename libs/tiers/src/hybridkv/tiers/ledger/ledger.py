@@ -54,7 +54,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         capacity_bytes: limit of the cost of all keys. The cost of a key: the bytes of the capacity that it uses.
         observer: see `LedgerObserver`.
         largest_bytes: limit of the cost of one key; None: the capacity.
-        max_keys: limit of the number of keys; None: no limit.
+        max_keys: limit of the number of keys, deleted keys in use included; None: no limit.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
         Args:
             keys: used keys.
-            extends: for each key, as for `take`; ignored for a key that already extends another key.
+            extends: for each committed or reserved key, as for `take`; ignored for a key that already extends another.
         """
         keys = list(keys)
         self._num_calls += 1

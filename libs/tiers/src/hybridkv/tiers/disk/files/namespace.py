@@ -257,7 +257,9 @@ class Namespace:
         self.io.close(opened.lock_fd)
         self._describe(opened.directory)
         logger.warning(
-            "%s/%s was deleted; made anew. hint: keep what cleans up old files away from it", self.path, LOCK_NAME
+            "%s/%s was deleted; made anew. hint: keep programs that delete old files away from the directory",
+            self.path,
+            LOCK_NAME,
         )
 
     def restore(self) -> None:

@@ -89,7 +89,8 @@ def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failur
 def _log_shortage(name: str) -> None:
     """Log a shortage, once per process and error."""
     logger.warning(
-        "this process runs short (%s): the disk tier leaves alone what it cannot try, and loses nothing by it; "
+        "this process is short of a resource (%s): the disk tier does not try some loads and stores, and keeps all "
+        "stored chunks; "
         "hint: look at the limits of open files, threads and memory",
         name,
     )
@@ -315,12 +316,12 @@ class Runner:
             queue = RecordQueue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
         except (RuntimeError, MemoryError) as error:
             if not self._is_short:
-                logger.warning("the disk tier gets no thread (%s): it stores and loads nothing until it does", error)
+                logger.warning("the disk tier gets no thread (%s): no store and no load until a thread starts", error)
             self._is_short = True
             return None
         if queue.uring_error in _PASSING:
             logger.warning(
-                "io_uring is not to be had at the moment (%s): the disk tier's calls are made by threads until it is "
+                "io_uring is not available at the moment (%s): threads make the disk tier's calls until the tier is "
                 "opened again; hint: look at the limits of memory, locked memory and open files",
                 os.strerror(queue.uring_error),
             )
