@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.tiers.contract import Extends, Key, NewChunk, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import Entry, EvictionPolicy, KeyLedger, KeyState, LruPolicy
-from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
+from hybridkv.tiers.ram.sizes import count_granules, count_keys, round_up_to_granules
 
 _RESERVED = KeyState.RESERVED
 
@@ -114,7 +114,7 @@ class PlainRamIndex(KeyLedger[SlotEntry]):
         return entry.slot if entry is not None and entry.state is KeyState.COMMITTED else None
 
     def cost(self, num_bytes: int) -> int:
-        return in_granules(self.granule_bytes, num_bytes)
+        return round_up_to_granules(self.granule_bytes, num_bytes)
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         if num_bytes <= 0:

@@ -324,14 +324,14 @@ def test_a_directory_that_cannot_be_read_is_not_taken_as_removed(
     store = Store(tmp_path / "store")
     assert store.store(b"key")
     maintenance = store.index._maintenance
-    maintenance.state.is_lost = True
+    maintenance.state.may_lack_files = True
     store.io.failing["open"] = number
     maintenance.run()
-    assert maintenance.state.is_lost and "was removed" not in caplog.text
+    assert maintenance.state.may_lack_files and "was removed" not in caplog.text
     store.io.failing.clear()
     store.clock.now_s += OPTIONS.retry_interval_s
     maintenance.run()
-    assert not maintenance.state.is_lost
+    assert not maintenance.state.may_lack_files
     assert store.load_fails_with(b"key") is None
     store.close()
 

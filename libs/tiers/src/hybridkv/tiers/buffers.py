@@ -17,8 +17,8 @@ def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
 
 
 def slot_views(slot: Slot, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview] | Failure:
-    """Byte views of the buffers that a slot is copied to (`is_written`) or from, without empty views. A `Failure` if
-    the buffers do not fit the slot."""
+    """Byte views of buffers, without empty views. `is_written`: the slot is copied to the buffers; else the buffers are
+    copied to the slot. A `Failure` if a buffer is unusable, or the buffers do not fit the slot."""
     try:
         views = byte_views(buffers)
     except (TypeError, ValueError, BufferError) as error:

@@ -1,7 +1,7 @@
 """Exceptions of tiers: mistakes of the caller or the operator. I/O errors of a medium are `Failure` values instead.
 
-`is_shortage` separates a shortage of this process (files, memory, threads) from faults of a device or of stored bytes.
-In a shortage the operation was not tried, so the stored chunks may still be good.
+`is_shortage` separates a shortage of this process or machine (open files, memory, threads, locks) from faults of a
+device or of stored bytes. In a shortage the operation was not tried, so the stored chunks may still be good.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TierConfigurationError(TierError, ValueError):
 
 
 def is_shortage(error: BaseException) -> bool:
-    """True if the error is a shortage of this process. A later retry may succeed."""
+    """True if the error is a shortage of this process or machine. A later retry may succeed."""
     if isinstance(error, OSError):
         return error.errno in SHORTAGES
     if isinstance(error, RuntimeError):

@@ -33,7 +33,7 @@ def _start(name: str, run: Callable[[], None]) -> threading.Thread:
 
 
 class Outcome(Generic[Result]):
-    """Result of a submitted call: a value, or the exception that it raised."""
+    """Result of a submitted call: `value`, or `error` if the call raised an exception. Both are None before the end."""
 
     def __init__(self) -> None:
         self.value: Result | None = None
@@ -59,16 +59,18 @@ class Outcome(Generic[Result]):
 
 class _QueuedCall(NamedTuple):
     due_s: float
-    """Earliest time of the call; 0: at once."""
+    """Earliest time of the call, in seconds of `time.monotonic`; 0: at once."""
     call: Callable[[], None]
 
 
 class BackgroundThread:
-    """One daemon thread that runs calls one at a time, in order. The first call starts the thread.
+    """One daemon thread that runs calls one at a time, in order; delayed calls when they are due. The first call starts
+    the thread.
 
     Args:
         name: name of the thread.
-        max_queued: size of the queue; more calls are refused. 0: no limit.
+        max_queued: size of the queue; more calls are refused. 0: no limit. Delayed calls leave the queue before they
+            are due, and then do not count.
     """
 
     def __init__(self, name: str, max_queued: int = MAX_QUEUED) -> None:
@@ -149,8 +151,8 @@ class BackgroundThread:
         return self._thread is None or not self._thread.is_alive()
 
     def at_end(self, last: Callable[[], None]) -> bool:
-        """Run `last` on the thread after all other calls. False if all other calls have run already; then `last` does
-        not run."""
+        """Run `last` on the thread after all other calls. Does not start the thread. A second `last` replaces the
+        first. False if the thread was closed and all other calls have run; then `last` does not run."""
         with self._end_lock:
             if not self._has_run:
                 self._last = last
@@ -225,11 +227,11 @@ class DaemonPool(Executor):
     def submit(
         self, call: Callable[Parameters, Result], /, *arguments: Parameters.args, **named: Parameters.kwargs
     ) -> Future[Result]:
-        """Run a call in a thread.
+        """Queue a call. The queue has no limit.
 
         Raises:
-            RuntimeError: the pool was shut down, or the system cannot start the first thread.
-            MemoryError: no memory for the first thread.
+            RuntimeError: the pool was shut down; or it has no thread, and the system cannot start one.
+            MemoryError: the pool has no thread, and there is no memory for one.
         """
         future: Future[Result] = Future()
         with self._changed:
@@ -278,7 +280,8 @@ class DaemonPool(Executor):
         self.close(None if wait else 0.0, cancel_futures=cancel_futures)
 
     def close(self, timeout_s: float | None, *, cancel_futures: bool = False) -> bool:
-        """Accept no more calls, and wait until all threads have ended. False on a timeout; None: no timeout."""
+        """Accept no more calls, and wait until all threads have ended. False on a timeout; None: no timeout. Queued
+        calls still run, unless `cancel_futures` is set."""
         with self._changed:
             self._is_closed = True
             while cancel_futures and self._work:

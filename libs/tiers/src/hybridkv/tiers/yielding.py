@@ -18,7 +18,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 def trim_heap() -> None:
     """Release freed heap memory to the system: 50 MB or more after a snapshot or recovery of a million records. Takes
-    up to 0.1 s, without the GIL."""
+    up to 0.1 s, without the GIL. Does nothing if the C library has no `malloc_trim`."""
     if _trim is not None:
         _trim(ctypes.c_size_t(0))
 

@@ -1,7 +1,7 @@
 """Disk tier: an index that owns a directory of append-only segment files, and a medium for each rank's bytes.
 
-Parts, from top to bottom; imports run downward only: `disk_index`; `recovery` (reads the store at a start);
-`maintenance` (file work of the index) beside `medium` (bytes of a rank); `index` (tables in memory); `files`
+Parts, from top to bottom; imports run downward only: `disk_index` and `inspection`; `recovery` (reads the store at a
+start); `maintenance` (file work of the index) beside `medium` (bytes of a rank); `index` (tables in memory); `files`
 (directories, locks, segment files); `format` (bytes of each file).
 """
 

@@ -10,8 +10,8 @@ class DiskCounts(msgspec.Struct, frozen=True):
 
     moved_records: int = 0
     moved_bytes: int = 0
-    """Bytes copied by compaction, over all ranks, headers included. Divided by the stored bytes: the additional write
-    amplification."""
+    """Bytes of the moved records, over all ranks, headers included. Divided by the stored bytes: the additional write
+    amplification, without copies that were discarded."""
     segments_created: int = 0
     segments_dropped: int = 0
     snapshots: int = 0
@@ -19,7 +19,7 @@ class DiskCounts(msgspec.Struct, frozen=True):
     withdrawals_forgotten: int = 0
     """Withdrawn records that a restart may offer again, because more than `max_quarantined` were withdrawn."""
     quarantined: dict[str, int] = {}
-    """Withdrawn records by reason."""
+    """Records withdrawn by `invalidate` or after a failed copy, by reason. Aborted records are not counted."""
     failures: dict[str, int] = {}
     """Failed file work by chore and error name, for example `create: ENOSPC`."""
 

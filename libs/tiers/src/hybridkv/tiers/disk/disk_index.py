@@ -1,9 +1,10 @@
 """Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
-Evicts the least recently used record first, but never before the records that extend it. A restart keeps the LRU order,
-but not the links between records: `touch` sets the links of a request's records again. Evictions take effect in memory
-at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device; `clear` and
-`close` wait for a bounded time.
+Evicts the least recently used record first, but not before the records that extend it. Exception: to free a segment,
+compaction may evict records of this segment in any order. A restart keeps the LRU order, but not the links between
+records: `touch` sets the links of a request's records again. Evictions take effect in memory at once; the janitor
+changes files later. With a `ThreadJanitor`, only the constructor, `clear`, `drain` and `close` wait for a device, the
+last three for a bounded time.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class DiskIndex(SyncLookups):
         clock: time in seconds, for intervals.
 
     Raises:
-        TierConfigurationError: the options do not fit together; or the path cannot be used or is not this user's own;
-            or another process has this cache open.
+        TierConfigurationError: the options do not fit together; or there is no memory for `max_records`; or the path
+            cannot be used or is not this user's own; or an engine has this cache open already.
+        RuntimeError, MemoryError: no thread for the `ThreadJanitor`.
     """
 
     def __init__(
@@ -124,11 +126,12 @@ class DiskIndex(SyncLookups):
 
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
         self._records.touch(keys, extends)
-        self._maintenance.write_changes()
+        self._maintenance.schedule_changes()
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """See the contract. If no segment has room: BUSY if running or due file work may make room (creates, deletes or
-        empties a segment); else NO_ROOM, for example if the file system is full or every segment has a reader.
+        empties a segment); else NO_ROOM, for example if the file system is full or every segment has a reader. Even if
+        the reservation is refused, compaction may evict records now.
         """
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
@@ -168,7 +171,8 @@ class DiskIndex(SyncLookups):
         self._maintenance.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
-        """Quarantine the present record of this key: never offered again, also not after a restart.
+        """Quarantine the present record of this key: not offered any more, and not after a restart if the journal is on
+        disk (see `drain`) and holds the record (see `max_quarantined`).
 
         `reason` is a text for the counts, for example a `FailureReason`.
         """
@@ -196,7 +200,8 @@ class DiskIndex(SyncLookups):
         self._maintenance.run_if_needed()
 
     def clear(self) -> int:
-        """`invalidate` every key durably. Waits until the new epoch is on disk, at most `close_timeout_s`."""
+        """Delete every key, also for restarts: begins a new epoch. Waits at most `close_timeout_s` until the epoch is
+        on disk, and logs a warning if that takes longer."""
         self._maintenance.collect()
         num_withdrawn = self._records.forget_all()
         if not self._records.is_closed:
@@ -267,8 +272,8 @@ class DiskIndex(SyncLookups):
             logger.warning("file work did not end in time: %s stays locked until it ends", self._namespace.path)
 
     def _end_work(self) -> bool:
-        """True if the janitor ended in time. Cancels a snapshot that takes too long: the file of changes already has
-        the same content."""
+        """Close the janitor. True if its tasks ended in time. Cancels a snapshot that takes too long: the file of
+        changes already has the same content."""
         timeout_s = self._options.close_timeout_s
         if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
             return True

@@ -26,16 +26,16 @@ LARGEST_DEFAULT_SEGMENT_BYTES = 256 * MIB
 SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
 FEWEST_READY_SEGMENTS = 2
-READY_PER_SEGMENT = 8
-"""At most one in this many segments is created ahead of a burst, so that `df` does not show all space as used at
-once."""
+SEGMENTS_PER_READY_SEGMENT = 8
+"""At most one in this many segments (but at least `FEWEST_READY_SEGMENTS`) is created ahead of a burst, so that `df`
+does not show all space as used at once."""
 FEWEST_SPARE_SEGMENTS = 3
 """The open segment, an empty segment, and a segment for the copies of compaction."""
 
 SNAPSHOT_ENTRY_BYTES = 2 + 8 + 8 + 64
 """Allowance for one record in a snapshot. With longer keys the snapshot keeps fewer records."""
-CHANGES_PER_SNAPSHOT = 4
-"""Divisor: the file of changes may have the snapshot's size divided by this."""
+CHANGES_SIZE_DIVISOR = 4
+"""The file of changes may have the snapshot's size divided by this."""
 LARGEST_CHANGES_BYTES = 16 * MIB
 """Limit of the file of changes, because a start reads it: at most 1.9 million changes, about 4 s and 400 MB."""
 
@@ -57,13 +57,14 @@ class Fsync(enum.StrEnum):
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a disk tier, equal for its index and media.
+    """Options of a disk tier. The media use only `fsync` and the options below it.
 
     Args:
-        capacity_bytes: limit of all files below the path: all ranks, all namespaces, metadata included.
+        capacity_bytes: limit of the tier's files below the path: all ranks, all namespaces, metadata included. To stay
+            below it, the index deletes other namespaces that no engine has open, the least recently opened first.
         segment_bytes: size of one segment file of one rank, a multiple of 4096. None: `capacity_bytes` / 64, divided by
-            the number of ranks, within [1 MiB, 256 MiB] and large enough for four of the largest chunks.
-        largest_chunk_bytes: size of the largest chunk; 0: unknown.
+            the number of ranks, within [1 MiB, 256 MiB]; or room for four of the largest chunks, if that is more.
+        largest_chunk_bytes: size of the largest chunk on one rank; 0: unknown.
         spare_share: share of the segments that records never fill, in addition to three segments. A larger share: fewer
             bytes moved by compaction; a smaller share: more records kept. Within [0, 0.9].
         max_records: most keys in the index. Each takes about 120 bytes of memory, about 150 more while a snapshot is
@@ -73,7 +74,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         ready_segments: empty segments that are created ahead, and kept free by compaction. None: one more than
             `burst_bytes` fills, at least 2 and at most an eighth of all segments; compaction keeps 2 free. Compaction
             always keeps at least 2.
-        snapshot_interval_s: time between two snapshots of the index.
+        snapshot_interval_s: time between two snapshots of an index with changes. A snapshot is written sooner if the
+            file of changes is incomplete or half full.
         changes_interval_s: time between two batches of changes since the last snapshot.
         retry_interval_s: backoff of failed file work.
         fsync: see `Fsync`.
@@ -81,9 +83,9 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         direct: bypass the page cache. "auto": if the file system supports it.
         max_in_flight: concurrent reads and writes, 1 to 64. Without io_uring, the number of I/O threads.
         max_queued: waiting operations of a medium, for loads and stores each; further operations complete with BUSY.
-        batch_bytes: most bytes of adjacent records that one call reads or writes.
+        batch_bytes: adjacent records of this size in total, plus at most one record, are read or written by one call.
         max_open_files: most segment files that a medium keeps open.
-        close_timeout_s: longest wait of `close` for file work.
+        close_timeout_s: longest wait for file work in `clear`, and in `close` of index and medium.
     """
 
     capacity_bytes: int
@@ -138,7 +140,7 @@ class DiskSizes(msgspec.Struct, frozen=True):
     data_bytes: int
     """Limit of the segments of all ranks."""
     metadata_bytes: int
-    """Space reserved for all other files."""
+    """Space reserved for all other files of the namespace."""
     usable_bytes: int
     """Limit of the records of one rank, headers included: the capacity of the index."""
     max_records: int
@@ -160,7 +162,7 @@ class DiskSizes(msgspec.Struct, frozen=True):
 
 def changes_bytes(max_records: int) -> int:
     """Size limit of the file of changes after a snapshot of `max_records` records."""
-    share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_PER_SNAPSHOT)
+    share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_SIZE_DIVISOR)
     return min(2 * PAGE_BYTES + share, LARGEST_CHANGES_BYTES)
 
 
@@ -197,7 +199,7 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
 def _ready_segments(num_filled: int, count: int) -> int:
     """Number of segments for a burst: one more than its bytes fill, because a burst begins within one segment and ends
     within another."""
-    return max(min(num_filled + 1, count // READY_PER_SEGMENT), FEWEST_READY_SEGMENTS)
+    return max(min(num_filled + 1, count // SEGMENTS_PER_READY_SEGMENT), FEWEST_READY_SEGMENTS)
 
 
 def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:

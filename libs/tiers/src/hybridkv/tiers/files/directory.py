@@ -29,7 +29,8 @@ _WRITE_BYTES = 1 << 17
 
 
 class ForeignFileError(OSError):
-    """A file or directory in a store is a link, belongs to another user, or is writable by others. Never touched."""
+    """An entry of a store is a link or of another wrong type, belongs to another user, or is writable by others. Never
+    touched."""
 
 
 def temporary_name(name: str) -> str:
@@ -50,8 +51,8 @@ class Directory:
         io: system calls.
         path: absolute path, for messages.
         fd: descriptor of the directory; `close` closes it.
-        shared_mode: permissions of new directories in a store that users share; users with read permission here can
-            also read its files. None: the store is this user's own, and entries that other users own or may write to
+        shared_mode: permissions of new directories in a store that users share; new files have the same read
+            permissions. None: the store is this user's own, and entries that other users own or may write to
             are refused. Links and special files are always refused.
     """
 
@@ -86,7 +87,7 @@ class Directory:
         return cls(io, path, fd, mode)
 
     def child(self, name: str, create: bool) -> Directory:
-        """Open a directory in this directory."""
+        """Open a directory in this directory. `create`: first create the directory if it does not exist."""
         path, mode = f"{self.path}/{name}", self.shared_mode
         is_new = False
         if create:

@@ -18,7 +18,8 @@ UNKNOWN_USER = 65534
 
 
 def warn_if_replaceable(root: Directory) -> None:
-    """Log a warning for the nearest directory above the root in which other users can rename entries."""
+    """Log a warning for the nearest directory above the root in which other users can rename entries. Ignores the
+    permissions of groups."""
     path = root.path
     while path != "/":
         path = os.path.dirname(path)

@@ -5,8 +5,9 @@ keys that no other key extends. Suppose that key B extends key A. If B is gone a
 next. Exception: if A was used in a later call than B, A becomes the most recently used key.
 
 The only implementation of these rules in Python. Has no files and no addresses: a `Space` assigns places, an
-`EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
-call does not depend on the number of keys. An index of a tier derives from the ledger or owns one.
+`EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for most steps. The cost of a
+call does not depend on the number of keys. Exceptions: `eviction_order`, and refusals with NO_ROOM. An index of a tier
+derives from the ledger or owns one.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class KeyLedger(SyncLookups, Generic[E]):
         space: assigns places.
         order: chooses the next key to evict.
         capacity_bytes: limit of the cost of all keys. The cost of a key: the bytes of the capacity that it uses.
-        observer: called for each step of the life of a key.
+        observer: see `LedgerObserver`.
         largest_bytes: limit of the cost of one key; None: the capacity.
-        max_keys: limit of the number of keys; None: no limit.
+        max_keys: limit of the number of keys, deleted keys in use included; None: no limit.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def make_room(self, cost: int, num_keys: int = 1, extends: Extends = ()) -> None:
         """Evict until `cost` more bytes and `num_keys` more keys fit, or no key is evictable. Does not evict the first
-        held key of `extends`."""
+        held key of `extends`, nor the keys that this key extends."""
         kept = self._first_held(extends)
         if kept is not None:
             if self._evictable_entry(kept) is not None:
@@ -260,7 +261,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
         Args:
             keys: used keys.
-            extends: for each key, as for `take`; ignored for a key that already extends another key.
+            extends: for each committed or reserved key, as for `take`; ignored for a key that already extends another.
         """
         keys = list(keys)
         self._num_calls += 1

@@ -62,7 +62,7 @@ class Space(Protocol[E]):
 
 
 class LedgerObserver(Protocol[E_contra]):
-    """Callbacks for state changes and uses of a key."""
+    """Callbacks for state changes and uses of a key. Not called for reservations, and not by `forget_all`."""
 
     def on_written(self, entry: E_contra) -> None:
         """The write ended: the entry is committed, or is freed next."""

@@ -1,4 +1,4 @@
-"""Arena of the RAM tier: one page-aligned buffer. A `RamIndex`, maybe in another process, divides it into slots.
+"""Arena of the RAM tier: one buffer. A `RamIndex`, maybe in another process, divides the buffer into slots.
 
 Each slot is sealed with its key, its extents and the XXH3-128 checksum of its bytes. `check_all` compares the key and
 the checksum: a reused, torn or corrupted slot is a failed load, never wrong bytes. `is_sealed` compares key and extents
@@ -44,8 +44,8 @@ class RamArena:
         capacity_bytes: size, rounded down to whole granules; the same as in the `RamIndex`.
         granule_bytes: size of a granule; the same as in the `RamIndex`.
         buffer: memory to use, for example pinned memory: uint8, one-dimensional, contiguous, writable, at least the
-            rounded capacity. It must outlive the arena. None: the arena maps memory; the system commits a page at its
-            first write.
+            rounded capacity. It must outlive the arena. None: the arena maps memory, page-aligned; the system
+            commits a page at its first write.
         digest_threads: number of threads for checksums.
     """
 
@@ -97,7 +97,8 @@ class RamArena:
     ) -> list[Failure | None]:
         """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
 
-        Reads the bytes once, unless the caller passes `checksums`: the XXH3-128 of each chunk.
+        Removes the seals of other, overlapping slots. Reads the bytes once, unless the caller passes `checksums`: the
+        XXH3-128 of each chunk.
         """
         buffer = self._buffer
         failures = [self._why_not_use(slot) for _, slot in chunks]

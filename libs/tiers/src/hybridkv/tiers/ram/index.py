@@ -15,7 +15,7 @@ from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
 from hybridkv.tiers.contract import NO_LOOKUPS, Extends, Key, LookupCounts, NewChunk, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.native import GranuleLedger
-from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
+from hybridkv.tiers.ram.sizes import count_granules, count_keys, round_up_to_granules
 
 if TYPE_CHECKING:
     _Ledger = GranuleLedger[LookupResult, Refusal, Slot]
@@ -31,7 +31,8 @@ class RamIndex(_Ledger):
     """A `TierIndex` over granules of host memory, with a change feed (`ReportsChanges`).
 
     Further methods: `find`, for any thread; `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
-    `max_index_bytes` is the largest memory use of the index: with `max_keys` keys.
+    `max_index_bytes` is the size of the full tables: with `max_keys` keys of at most 48 bytes. `leftover_bytes` is the
+    size of old tables after `clear`, in addition.
 
     Args:
         capacity_bytes: size, rounded down to whole granules. The media are `RamArena`s with the same two sizes.
@@ -40,7 +41,8 @@ class RamIndex(_Ledger):
             as one key.
 
     Raises:
-        TierConfigurationError: not even one granule fits, or the tables are too large.
+        TierConfigurationError: a size is not positive, not even one granule fits, or the granules are too many or the
+            tables too large.
     """
 
     def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
@@ -65,7 +67,8 @@ class RamIndex(_Ledger):
                 hint="raise the limit (ulimit -v, vm.overcommit_memory), or lower the capacity",
             ) from error
         self.before_reserving: Callable[[], None] | None = None
-        """Called before each reservation; only reservations evict. Used to pin chunks that peers read."""
+        """Called once before each `reserve` or `reserve_all`; only these calls evict. Used to pin chunks that peers
+        read."""
 
     # The same as `SyncLookups`, because `SyncLookups` cannot be a second base of this class.
 
@@ -88,7 +91,7 @@ class RamIndex(_Ledger):
         return 0.0
 
     def cost(self, num_bytes: int) -> int:
-        return in_granules(self.granule_bytes, num_bytes)
+        return round_up_to_granules(self.granule_bytes, num_bytes)
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         if self.before_reserving is not None:

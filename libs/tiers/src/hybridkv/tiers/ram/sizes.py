@@ -27,7 +27,8 @@ def choose_granule_bytes(chunk_sizes: Sequence[int]) -> int:
 
 
 def count_granules(capacity_bytes: int, granule_bytes: int) -> int:
-    """Number of whole granules in `capacity_bytes`; `TierConfigurationError` if there is none."""
+    """Number of whole granules in `capacity_bytes`; `TierConfigurationError` if there is none, or a size is not
+    positive."""
     if granule_bytes <= 0:
         raise TierConfigurationError("granule_bytes", "a number > 0", granule_bytes)
     if capacity_bytes <= 0:
@@ -47,9 +48,9 @@ def count_keys(num_granules: int, granule_bytes: int, smallest_bytes: int) -> in
     positive."""
     if smallest_bytes <= 0:
         raise TierConfigurationError("smallest_bytes", "a number > 0", smallest_bytes)
-    return max(num_granules * granule_bytes // in_granules(granule_bytes, smallest_bytes), 1)
+    return max(num_granules * granule_bytes // round_up_to_granules(granule_bytes, smallest_bytes), 1)
 
 
-def in_granules(granule_bytes: int, num_bytes: int) -> int:
+def round_up_to_granules(granule_bytes: int, num_bytes: int) -> int:
     """`num_bytes`, rounded up to whole granules."""
     return -(-num_bytes // granule_bytes) * granule_bytes

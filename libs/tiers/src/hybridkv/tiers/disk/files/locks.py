@@ -1,9 +1,9 @@
-"""Locks of a namespace, the directory of one cache. Takes a lock; if another process holds it, finds this process and
-names it in the error.
+"""Locks of a namespace, the directory of one cache. Takes a lock; if the lock is held already, finds the process that
+holds it, for the error.
 
-A namespace has two locks. One is on its directory: a directory with files cannot be deleted, and programs that clean up
-old files respect this lock. The other is on the file LOCK in the directory, for file systems that cannot lock
-directories.
+A namespace has two locks. One is on its directory, because `systemd-tmpfiles` ignores locked directories, and because a
+directory cannot be removed before its files. The other is on the file LOCK in the directory, for file systems that
+cannot lock directories.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class LockHolder(NamedTuple):
 
 
 def find_holder(file: os.stat_result, likely_pid: int | None, processes: Path = Path("/proc")) -> LockHolder | None:
-    """Process that holds a lock on the file; None if /proc does not show it. Examines `likely_pid` first.
+    """Process that holds a lock on the file; None if the first `MAX_DESCRIPTORS` descriptors in /proc do not show it.
+    Examines `likely_pid` first.
 
     Use the result for texts only, never for a decision. `likely_pid` is the process id that the file LOCK contains.
     That process may have ended while its child still holds the lock.
@@ -104,8 +105,8 @@ class NamespaceTakenError(OSError):
 
 
 def try_to_lock(directory: Directory) -> bool:
-    """Lock the directory. False if another process has locked it. True also if the file system cannot lock
-    directories."""
+    """Lock the directory. False if the lock is held already, by any process. True also if the directory cannot be
+    locked, for example because the file system has no such locks."""
     try:
         return directory.io.lock(directory.fd)
     except OSError:
@@ -127,7 +128,7 @@ def refused_lock(directory: Directory, fd: int) -> TierConfigurationError:
         "path",
         "a namespace that no other engine has open",
         f"{directory.path}, open in {words}",
-        hint="give each engine a path of its own, or end the other one",
+        hint="give each engine a path of its own, or end the other engine",
     )
 
 

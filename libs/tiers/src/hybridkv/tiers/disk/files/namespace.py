@@ -49,7 +49,7 @@ class NamespaceFiles(Protocol):
 
 
 class _OpenNamespace(NamedTuple):
-    """Open files of a namespace. Closing the lock releases it."""
+    """Open files of a namespace. `directory` and `lock_fd` hold the two locks; closing them releases the locks."""
 
     directory: Directory
     lock_fd: int
@@ -60,8 +60,8 @@ class Namespace:
     """Open, locked directory of a namespace, with the directories of its ranks."""
 
     def __init__(self, io: FileIO, path: str, fingerprint: Fingerprint, syncs: bool = True) -> None:
-        """Open or create the directory, and lock it. `TierConfigurationError` if the path cannot be used or another
-        process has the namespace open.
+        """Open or create the directory, and lock it. `TierConfigurationError` if the path cannot be used or an engine
+        has the namespace open already.
 
         `syncs`: sync directories, so that a power loss does not remove them.
         """
@@ -167,7 +167,7 @@ class Namespace:
         raise TierConfigurationError("path", "a directory that no other process removes", self.path)
 
     def _lock_directory(self, directory: Directory) -> bool:
-        """Lock the directory. False if another process has locked it. True also if directories cannot be locked, or
+        """Lock the directory. False if another engine has locked it. True also if the directory cannot be locked, or
         this engine has the lock already."""
         if self._opened is not None and is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
             return True
@@ -199,9 +199,10 @@ class Namespace:
             logger.warning("%s is not described by its files: %s", directory.path, error)
 
     def require_own(self) -> None:
-        """Check that this engine may write and delete here: the path leads to the open directory, and the lock exists.
+        """Check that this engine may write and delete here: the path leads to the open directory, and the lock and the
+        directories of the ranks exist.
 
-        Recreates a deleted lock. Raises `FileNotFoundError` if the directory was removed or moved, and
+        Recreates a deleted lock. Raises `FileNotFoundError` if a directory was removed or moved, and
         `NamespaceTakenError` if another engine may have had the namespace open; after that, every call raises
         `NamespaceTakenError`.
         """
@@ -256,7 +257,9 @@ class Namespace:
         self.io.close(opened.lock_fd)
         self._describe(opened.directory)
         logger.warning(
-            "%s/%s was deleted; made anew. hint: keep what cleans up old files away from it", self.path, LOCK_NAME
+            "%s/%s was deleted; made anew. hint: keep programs that delete old files away from the directory",
+            self.path,
+            LOCK_NAME,
         )
 
     def restore(self) -> None:
@@ -305,7 +308,8 @@ class Namespace:
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
     def is_present(self) -> bool:
-        """True if the path still leads to the open directories. `OSError` if this process cannot read them."""
+        """True if the path still leads to the open directories; then a later removal is logged again. `OSError` if this
+        process cannot read them."""
         try:
             root = Directory.root(self.io, self.root.path, create=False)
         except OSError as error:
@@ -353,8 +357,8 @@ class Namespace:
 
 
 _open_namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
-"""Open namespaces of this process. A fork copies descriptors, and a lock exists as long as any copy of its
-descriptor."""
+"""Namespaces of this process, closed ones included. A fork copies descriptors, and a lock exists as long as any copy of
+its descriptor."""
 
 
 def _release_in_forked_child() -> None:

@@ -88,8 +88,8 @@ def _fingerprint_in(root: Directory, name: str) -> Fingerprint | None:
 
 
 def other_bytes(namespace: Namespace) -> int:
-    """Bytes of the other namespaces on disk. `OSError` if the root cannot be read or this process is short of a
-    resource."""
+    """Bytes of the other namespaces on disk; a namespace that cannot be read counts as 0. `OSError` if the root cannot
+    be read or this process is short of a resource."""
     total = 0
     for name in namespace.root.list():
         if is_namespace(name) and name != namespace.name:
@@ -98,7 +98,7 @@ def other_bytes(namespace: Namespace) -> int:
 
 
 def delete_stalest(namespace: Namespace) -> bool:
-    """Delete the least recently opened namespace that no engine has open. False if there is none.
+    """Delete the least recently opened namespace that no engine has open. False if none could be deleted.
 
     Skips files and other users' directories with the name of a namespace.
     """
@@ -136,7 +136,8 @@ def _bytes_of(root: Directory, name: str) -> int:
 
 
 def delete_namespace(root: Directory, name: str) -> bool:
-    """Delete a namespace unless an engine has it open. False if nothing was deleted.
+    """Delete a namespace unless an engine has it open. False if nothing was deleted, or if an error (logged) ended the
+    deletion, maybe after some files.
 
     Does not delete unknown files and their directories.
     """
@@ -167,7 +168,7 @@ def delete_namespace(root: Directory, name: str) -> bool:
 
 
 def _remove_ours(directory: Directory) -> int:
-    """Remove all files of a namespace except its lock. Returns their number."""
+    """Remove the known files of a namespace, except its lock. Returns the number of removed files."""
     num_removed = 0
     for name in directory.list():
         if rank_number(name) is not None:

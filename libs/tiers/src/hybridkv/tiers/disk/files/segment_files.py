@@ -1,6 +1,6 @@
 """Operations on segment files, on all ranks: create, seal, copy records, delete.
 
-Runs in the janitor's thread. Errors are `OSError`s.
+Runs in the janitor's thread; `make_room` also runs at the start of an index. Errors are `OSError`s.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class SegmentFiles:
         self._num_deleted_namespaces = 0
 
     def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
-        """Create a segment on every rank and allocate its space. `own_bytes`: size of this namespace, the new segment
-        included."""
+        """Create a segment on every rank and allocate its space. First calls `make_room`. `own_bytes`: size of this
+        namespace, the new segment included."""
         if number > LARGEST_NUMBER:
             raise OSError(errno.EOVERFLOW, "the numbers of segments are used up; the next start begins anew")
         self.make_room(own_bytes)

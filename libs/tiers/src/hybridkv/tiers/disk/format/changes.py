@@ -1,8 +1,9 @@
 """Byte format of the file of changes: changes to the records since a snapshot. See FORMAT.md.
 
-A snapshot plus all later changes equals a snapshot taken now. Batches are appended in order, and the checksum of a
-batch covers the checksum of the previous batch. So a reader accepts batches only up to the first damaged batch, and
-searches the segments for later records. Reads and writes no file.
+A snapshot plus all later changes lists the same records as a snapshot taken now; the LRU order may differ, because the
+change log may drop uses. Batches are appended in order, and the checksum of a batch covers the checksum of the previous
+batch. So a reader accepts only the batches before the first damaged batch, and searches the segments for later records.
+Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HEAD_BYTES = _HEAD.size + _CHECKSUM_BYTES
 
 
 class Reserved(NamedTuple):
-    """The index assigned this address to a record, and a medium may write the record from now on."""
+    """The index assigned this address to a new record or a copy, which may be written from now on."""
 
     address: int
     payload_bytes: int
@@ -103,7 +104,8 @@ def encode_batch(changes: Iterable[Change], last_checksum: bytes) -> bytes:
 
 
 def decode(data: bytes, namespace: bytes, base: bytes) -> Decoded | None:
-    """Changes of a file. None if the file belongs to another namespace or snapshot, or has another version."""
+    """Changes of a file. None if the head is damaged, belongs to another namespace or snapshot, or has another
+    version."""
     head = encode_head(namespace, base)
     if data[:HEAD_BYTES] != head:
         return None

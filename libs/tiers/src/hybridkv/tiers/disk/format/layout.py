@@ -103,7 +103,7 @@ SNAPSHOT_NAME = "snapshot"
 CHANGES_NAME = "changes"
 JOURNAL_NAME = "quarantine"
 WRITTEN_NAMES = (FINGERPRINT_NAME, EPOCH_NAME, SNAPSHOT_NAME, CHANGES_NAME, JOURNAL_NAME)
-"""Files that are written under a temporary name and then renamed."""
+"""Files that are created or replaced under a temporary name and then renamed."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _SEGMENT = re.compile(r"segment-([0-9]{10})")

@@ -1,7 +1,8 @@
 """Byte format of a snapshot of the index: its records, least recently used first. See FORMAT.md.
 
-A snapshot only saves time: loads verify every record, and without a snapshot a start reads the segments. A snapshot of
-a million records has more than 50 MB, so it is encoded in pieces. Reads and writes no file.
+Without a snapshot, a start reads the segments, does not know the LRU order, and may offer evicted records again; loads
+verify every record. A snapshot of a million records has more than 50 MB, so it is encoded in pieces. Reads and writes
+no file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Snapshot(NamedTuple):
-    """Committed records of a namespace. May contain effects of changes that were made while the snapshot was read."""
+    """Committed records of a namespace. May contain effects of changes that were made while the records were copied
+    from the index."""
 
     epoch: int
     scan_from: int
@@ -50,7 +52,7 @@ class Snapshot(NamedTuple):
     next_address: int
     """Upper bound of record addresses, exclusive. A record below it that is neither listed nor pending is dead."""
     pending: Sequence[int]
-    """Addresses of records that were still written."""
+    """Addresses of records that were still being written."""
     keys: Sequence[Key]
     addresses: Sequence[int] | Numbers
     payload_bytes: Sequence[int] | Numbers

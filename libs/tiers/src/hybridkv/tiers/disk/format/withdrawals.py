@@ -1,8 +1,8 @@
 """Byte formats of two files that withdraw records: the epoch and the quarantine journal. See FORMAT.md.
 
-The epoch counts how often a namespace was cleared. Records in segments of another epoch are not offered. The file holds
-the epoch twice, so that one damaged byte loses nothing. A journal entry withdraws all records of a key below an
-address, also copies at other addresses. Reads and writes no file.
+The epoch is a number that changes whenever a namespace is cleared. Records in segments of another epoch are not
+offered. The file holds the epoch twice, so that one damaged byte loses nothing. A journal entry withdraws all records
+of a key below an address, also copies at other addresses. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Withdrawals:
         entry = self._entries.get(digest_of(key)) if self._entries else None
         return entry is not None and address < entry.bound
 
-    def keep(self, first_address: int) -> None:
+    def drop_below(self, first_address: int) -> None:
         """Drop entries that withdraw nothing at `first_address` or above."""
         kept = {key: entry for key, entry in self._entries.items() if entry.bound > first_address}
         self._entries = kept

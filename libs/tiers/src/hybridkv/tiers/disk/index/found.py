@@ -24,7 +24,8 @@ class FoundRecords:
     """Records by key, least recently used first.
 
     Args:
-        keys: keys of the initial records. If a key occurs twice, the last record counts.
+        keys: keys of the initial records. If a key occurs twice, the last record counts, at the place of the first in
+            the LRU order.
         addresses: addresses of the initial records.
         payload_bytes: payload sizes of the initial records.
     """

@@ -64,11 +64,11 @@ _ADDRESS_BYTES = 8
 class RecordTable:
     """All records of a namespace, with the calls of a `TierIndex` and calls for maintenance.
 
-    `find`, `reserved`, `in_use` (reserved or pinned) and `movable_in` (committed and unpinned, by address) return
-    copies. `reserve_refusal`, `make_room` and `reserve` are the steps of a reservation; the caller checks the room in
-    segments between these steps. `withdraw` is `invalidate` and returns the record. `relocate` moves a committed,
-    unpinned record to another address. `close` refuses later reservations. `restore` adds the records that recovery
-    found.
+    `find`, `reserved` (being written, deleted records included), `in_use` (`reserved`, and pinned records) and
+    `movable_in` (committed and unpinned, by address) return copies. `reserve_refusal`, `make_room` and `reserve` are
+    the steps of a reservation; the caller checks the room in segments between these steps. `withdraw` is `invalidate`
+    and returns the record or None. `relocate` moves a committed, unpinned record to another address. `close` refuses
+    later reservations. `restore` adds the records that recovery found.
     """
 
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Lengths: TypeAlias = npt.NDArray[np.uint16]
 
-_LIST_BITS = 32
+_OFFSET_BITS = 32
 """Place of a key: number of the piece times 2^32, plus the offset in the piece."""
 
 
@@ -45,9 +45,9 @@ class CopiedKeys(Sequence[Key]):
         if isinstance(part, int):
             [key] = self[part : part + 1 or None]
             return key
-        mask = (1 << _LIST_BITS) - 1
+        mask = (1 << _OFFSET_BITS) - 1
         rows = zip(self._places[part].tolist(), self._lengths[part].tolist(), strict=True)
-        return [self._pieces[place >> _LIST_BITS][place & mask : (place & mask) + length] for place, length in rows]
+        return [self._pieces[place >> _OFFSET_BITS][place & mask : (place & mask) + length] for place, length in rows]
 
     def last(self, count: int) -> CopiedKeys:
         """The last `count` keys."""
@@ -71,12 +71,13 @@ class RecordColumns(NamedTuple):
 class WalkedSource(NamedTuple):
     """Walk over the native ledger: begun when the snapshot is planned, read in the janitor's thread.
 
-    Reads each record in its present state: committed, at an address that the snapshot covers or at a later address. The
-    walk often yields to the index's thread.
+    Reads records that are committed when the walk reaches them. An address may be after `Snapshot.next_address`, if the
+    record was appended during the walk. The walk often yields to the index's thread.
     """
 
     ledger: RecordLedger[Any, Any, Any, Any]
     number: int
+    """Id of the walk in the ledger."""
 
     def committed(self, cut: Cut) -> RecordColumns:
         """Committed records, least recently used first. `SnapshotCancelledError` if the snapshot of this cut was
@@ -107,5 +108,5 @@ def _places(lengths_of_pieces: Sequence[Lengths]) -> Numbers:
     starts = [np.zeros(0, np.uint64)]
     for number, lengths in enumerate(lengths_of_pieces):
         ends = np.cumsum(lengths, dtype=np.uint64)
-        starts.append(ends - lengths + np.uint64(number << _LIST_BITS))
+        starts.append(ends - lengths + np.uint64(number << _OFFSET_BITS))
     return np.concatenate(starts)

@@ -1,8 +1,8 @@
 """Chores: units of file work, and the state of a store that all kinds of chores share.
 
-A `Chore` is a frozen value that runs in the janitor's thread and touches only files. A `ChoreKind` plans chores and
-applies their results in the index's thread, and touches only tables. The other modules of this package define the
-kinds.
+A `Chore` is a frozen value that runs in the janitor's thread and works on files; the only tables that a chore reads are
+the change log and, for a snapshot, the records. A `ChoreKind` plans chores and applies their results in the index's
+thread, and touches only tables. The other modules of this package define the kinds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Chore(Generic[ValueT]):
     __slots__ = ()
 
     needs_own: ClassVar[bool] = True
-    """True if the chore writes or deletes in the directory: `Namespace.require_own` is called first."""
+    """If True, `Namespace.require_own` is called before `run`. False for a chore that may recreate the directory."""
 
     def run(self, files: StoreFiles) -> ValueT:
         """Do the work, in the janitor's thread. May raise `OSError`."""
@@ -59,12 +59,12 @@ class Ending(NamedTuple, Generic[ValueT]):
     error: Exception | None
 
     @property
-    def is_done(self) -> bool:
+    def is_success(self) -> bool:
         return self.error is None
 
 
 def run(chore: Chore[ValueT], files: StoreFiles) -> Ending[ValueT]:
-    """Run a chore in the janitor's thread. Never raises: an error is part of the result."""
+    """Run a chore in the calling thread. Never raises: an error is part of the result."""
     try:
         if chore.needs_own:
             files.namespace.require_own()
@@ -97,8 +97,8 @@ class Retries:
         return min(self._until_s.values(), default=float("inf"))
 
     def failed(self, kind: type[Chore[Any]], error: Exception, numbers: Iterable[int] = ()) -> None:
-        """Start a backoff of the kind, and log a new problem once. With `numbers`, only these segments back off, and
-        the kind continues with other segments."""
+        """Start a backoff of the kind, count the failure, and log a new problem once. With `numbers`, only these
+        segments back off, and the kind continues with other segments."""
         number = getattr(error, "errno", None) or 0
         problem = f"{kind.__name__.lower()}: {errno.errorcode.get(number, type(error).__name__)}"
         self._tally.fail(problem)
@@ -164,10 +164,10 @@ class StoreState:
         self.retries = Retries(files.namespace.root.path, options.retry_interval_s, clock, self.tally)
         self.epoch, self.is_epoch_written = epoch
         self.is_snapshot_wanted = not files.changes.is_begun
-        """True if snapshot and changes on disk are incomplete: the last snapshot failed, or no changes can be appended
-        to the file of changes."""
-        self.is_lost = False
-        """True if a file may be missing: the file or its directory may have been removed."""
+        """True if the next snapshot does not wait for `snapshot_interval_s`: the last snapshot was not written, or the
+        file of changes is half full or cannot be continued."""
+        self.may_lack_files = False
+        """True if a file or directory of the store may have been removed."""
         self.is_taken_over = False
         """True if another engine has or had the namespace open: no more file work, no more stores."""
 
@@ -178,13 +178,16 @@ class StoreState:
         stuck: tuple[int, ...] = (),
         no_segment_is_stuck: bool = True,
     ) -> None:
-        """Update backoffs and flags after the end of a chore. `stuck`: only these segments failed, and other segments
-        may be tried. `no_segment_is_stuck`: no segment is stuck."""
+        """Update backoffs and flags after the end of a chore. A `NamespaceTakenError` ends all stores and file work.
+
+        `stuck`: only these segments failed, and other segments may be tried. `no_segment_is_stuck`: see
+        `Retries.succeeded`.
+        """
         if error is None:
             self.retries.succeeded(kind, no_segment_is_stuck)
             return
         self.retries.failed(kind, error, stuck)
-        self.is_lost = self.is_lost or getattr(error, "errno", None) in GONE
+        self.may_lack_files = self.may_lack_files or getattr(error, "errno", None) in GONE
         if isinstance(error, NamespaceTakenError):
             self._end_storing()
 
@@ -209,7 +212,8 @@ class ChoreKind(Generic[ChoreT, ValueT]):
         self._state = state
 
     def plan(self) -> AnyDueChore | None:
-        """Next chore, None if there is none. `plan` may ignore the backoff: then the caller checks it."""
+        """Next chore, None if there is none. `plan` may change the tables, for example evict records. `plan` may ignore
+        the backoff: then the caller checks the backoff."""
         raise NotImplementedError
 
     def started(self, chore: ChoreT) -> None:
@@ -219,7 +223,7 @@ class ChoreKind(Generic[ChoreT, ValueT]):
         """Called if the janitor refused the planned chore."""
 
     def ended(self, chore: ChoreT, ending: Ending[ValueT]) -> None:
-        """Apply the result to the tables."""
+        """Update the backoffs, and apply the result to the tables."""
         self._state.note(type(chore), ending.error)
         self.apply(chore, ending)
 

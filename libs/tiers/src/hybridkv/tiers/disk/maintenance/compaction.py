@@ -1,7 +1,8 @@
 """Compaction: copies the live records of a segment to other segments, so that the segment can be deleted.
 
 Chooses the segment with the fewest live bytes, if at most `COMPACTION_SHARE` of it is live. Otherwise first evicts
-least recently used records until a segment qualifies: at most about two segments' size. A segment with pinned or
+records until a segment qualifies: least recently used records of one segment's size, then records of the segment with
+the fewest live bytes. Without room for copies, evicts all records of that segment. A segment with pinned or
 reserved records is never chosen, even if these records were deleted meanwhile.
 """
 
@@ -33,7 +34,8 @@ COMPACTION_SHARE = 0.75
 
 
 class Compaction:
-    """Chooses segments for compaction, from the tables of one index."""
+    """Chooses segments for compaction, evicts records and reserves addresses for copies. Works on the tables of one
+    index."""
 
     def __init__(self, segments: SegmentTable, records: RecordTable) -> None:
         self._segments = segments
@@ -46,8 +48,9 @@ class Compaction:
             self._evict_until_worth_copying(cheapest)
         return self.cheapest()
 
-    def relocations(self, victim: Segment) -> tuple[Relocation, ...]:
-        """Copies of the victim's live records, with new addresses; as many as fit into the open and empty segments."""
+    def reserve_relocations(self, victim: Segment) -> tuple[Relocation, ...]:
+        """Reserve new addresses for the victim's live records, as many as fit into the open and empty segments. Returns
+        the copies to make."""
         relocations = []
         for record in self._records.movable_in(victim):
             if not self._segments.has_room(record.cost, may_take_last=True):
@@ -64,7 +67,8 @@ class Compaction:
             self._records.evict(record.key)
 
     def cheapest(self) -> Segment | None:
-        """Candidate with the fewest live bytes, see `Segment.is_candidate`. None without candidates."""
+        """Candidate with the fewest live bytes, see `Segment.is_candidate`. None without candidates. Sets
+        `SegmentTable.lacks_candidate`."""
         found = self._segments.candidates.cheapest()
         self._segments.lacks_candidate = found is None
         return found
@@ -130,7 +134,8 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         return self._maker.deletions_help
 
     def plan(self) -> AnyDueChore | None:
-        """Next copy, or a deletion if no live record is left to copy."""
+        """Next copy, or a deletion if no live record is left to copy. Evicts records if needed, and reserves addresses
+        for the copies."""
         segments = self._state.segments
         if not self._may_copy():
             return None
@@ -141,7 +146,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
             return None
         if not victim.live_bytes:
             return self._dropper.plan()
-        relocations = self.compaction.relocations(victim)
+        relocations = self.compaction.reserve_relocations(victim)
         if not relocations:
             return self._evict_cheapest()
         victim.is_moving = True
@@ -149,7 +154,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         return DueChore(self, Copy(victim.number, relocations))
 
     def _evict_cheapest(self) -> AnyDueChore | None:
-        """Evict the cheapest segment, because there is no room to copy to."""
+        """Evict all records of the cheapest segment, because there is no room for copies. Returns the deletion."""
         victim = self.compaction.cheapest()
         if victim is not None:
             self.compaction.empty(victim)
@@ -175,16 +180,16 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
                 target = segments.of(relocation.new_address)
                 target.may_be_sealed = False
                 segments.refile(target)
-        moved = [relocation for relocation, reason in copied if self._is_moved(relocation, reason)]
+        moved = [relocation for relocation, reason in copied if self._move(relocation, reason)]
         for relocation in set(chore.relocations).difference(moved):
             self._state.records.log.gone(relocation.new_address)
         source = segments.by_number[chore.number]
         source.is_moving = False
         segments.refile(source)
 
-    def _is_moved(self, relocation: Relocation, reason: FailureReason | None) -> bool:
-        """Change the record's address to the address of its copy. False if the copy failed, or if the record was
-        deleted, replaced or pinned during the copy."""
+    def _move(self, relocation: Relocation, reason: FailureReason | None) -> bool:
+        """Change the record's address to the address of its copy. False if the copy failed (then quarantines the
+        record), or if the record was deleted, replaced or pinned during the copy."""
         state = self._state
         record = state.records.find(relocation.key)
         if record is None or record.address != relocation.old_address:

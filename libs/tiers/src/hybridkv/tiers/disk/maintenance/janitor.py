@@ -28,8 +28,8 @@ class Janitor(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Accept no more tasks, and wait at most `timeout_s` for waiting tasks. False if a task may still run; then
-        call `close` again."""
+        """Accept no more tasks, and wait at most `timeout_s` until all tasks have ended. False if a task may still run;
+        then call `close` again, or `run_at_end`."""
         ...
 
     def run_at_end(self, last: Task) -> bool:
@@ -64,7 +64,8 @@ class InlineJanitor:
 
 
 class ThreadJanitor:
-    """Runs tasks on one daemon thread, so that a blocked device blocks no other thread."""
+    """Runs tasks on one daemon thread, so that a blocked device blocks no other thread. Starts the thread; errors as
+    `BackgroundThread.start`."""
 
     can_delay = True
 

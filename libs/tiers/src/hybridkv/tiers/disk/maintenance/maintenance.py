@@ -43,15 +43,17 @@ class Chores:
         self.snapshot = SnapshotWriter(state, self.copier, self.journal)
         self._before_epoch: tuple[ChoreKind[Any, Any], ...] = (self._restorer, self.epoch, self.journal, self._dropper)
         self._after_epoch: tuple[ChoreKind[Any, Any], ...] = (self._maker, self.copier, self.sealer)
-        """Chores that write the epoch's number into files. They wait until the epoch is on disk: after a crash before
-        that, the old epoch is valid again, and the next start deletes segments of other epochs."""
+        """Chores that write into segments of the present epoch. They wait until the epoch is on disk: after a crash
+        before that, the old epoch is valid again, and the next start deletes segments of other epochs."""
 
     def next_but_snapshot(self) -> AnyDueChore | None:
-        """First due chore that does not back off, snapshots excluded."""
+        """First due chore that does not back off, snapshots excluded. Planning may evict records, see
+        `ChoreKind.plan`."""
         return self._next(self._after_epoch)
 
     def next(self) -> AnyDueChore | None:
-        """First due chore that does not back off. Snapshots have the lowest priority."""
+        """First due chore that does not back off. Snapshots have the lowest priority. Planning may evict records, see
+        `ChoreKind.plan`."""
         return self._next((*self._after_epoch, self.snapshot))
 
     def _next(self, storing: tuple[ChoreKind[Any, Any], ...]) -> AnyDueChore | None:
@@ -90,7 +92,7 @@ class EndedChore(NamedTuple):
 
 
 class Dispatcher:
-    """Submits chores to a janitor, one at a time, and keeps their results. Only `_execute` runs in another thread."""
+    """Submits chores to a janitor, and keeps their results. Only `_execute` runs in another thread."""
 
     def __init__(self, janitor: Janitor, files: StoreFiles) -> None:
         self._janitor: Janitor | None = janitor
@@ -99,9 +101,10 @@ class Dispatcher:
         self.ended: deque[EndedChore] = deque()
         """Results for `take_ended`."""
         self.num_running = 0
-        """Number of running chores, without chores of `start_delayed`."""
+        """Number of submitted chores with a result that `take_ended` has not returned, without chores of
+        `start_delayed`."""
         self.num_making_room = 0
-        """Number of running chores that make room."""
+        """Number of these chores that make room."""
 
     @property
     def can_delay(self) -> bool:
@@ -119,7 +122,8 @@ class Dispatcher:
         return False
 
     def start_delayed(self, due: AnyDueChore, delay_s: float) -> bool:
-        """Run a chore after a delay, in addition to a running chore. Not counted in `num_running`."""
+        """Run a chore after a delay, in addition to a running chore. Not counted in `num_running`. False if the janitor
+        refuses the chore or the delay."""
         return self._janitor is not None and self._janitor.submit_later(
             partial(self._execute, due, True, None), delay_s
         )
@@ -177,8 +181,9 @@ class Maintenance:
         self.collect()  # the open index has another Maintenance, with the same tables
 
     def run(self) -> None:
-        """Apply results and start the next chore."""
-        self.write_changes()
+        """Schedule the next batch of changes, apply results, and start the next chore if none is running. Planning the
+        chore may evict records."""
+        self.schedule_changes()
         self._run_due_chores(self._chores.next)
 
     def _run_due_chores(self, choose: Callable[[], AnyDueChore | None]) -> None:
@@ -192,12 +197,12 @@ class Maintenance:
                 return
 
     def schedule_missing_file_check(self) -> None:
-        """Look for missing files, at most once in a `retry_interval_s`. Called if a store or load failed, maybe because
-        its file is missing."""
+        """Make a check for missing files due, at most once in a `retry_interval_s`. Called if a store or load failed,
+        maybe because its file is missing."""
         now_s = self.state.clock()
         if now_s >= self._next_missing_check_s:
             self._next_missing_check_s = now_s + self.state.options.retry_interval_s
-            self.state.is_lost = True
+            self.state.may_lack_files = True
 
     @property
     def makes_room(self) -> bool:
@@ -207,13 +212,13 @@ class Maintenance:
 
     @property
     def has_unwritten_epoch(self) -> bool:
-        """True if the last `start_epoch` is not on disk and this engine may still write it."""
+        """True if the present epoch is not on disk and this engine may still write it."""
         return not self.state.is_epoch_written and not self.state.is_taken_over
 
     def run_if_needed(self) -> None:
         """`run` if there may be work. Cheap otherwise."""
         if not self._log.is_scheduled or self._changes_file.has_unwritten:
-            self.write_changes()
+            self.schedule_changes()
         has_work = self._ended or self._chores.journal.has_pending or self._segments.revision != self._seen_revision
         if has_work or self.state.clock() >= self._next_run_s:
             self.run()
@@ -224,8 +229,9 @@ class Maintenance:
             outcome = self._dispatcher.take_ended()
             outcome.due.ended(outcome.ending)
 
-    def write_changes(self) -> None:
-        """Schedule the next batch of changes, so that the batch is written even without further calls."""
+    def schedule_changes(self) -> None:
+        """Schedule the next batch of changes, so that the batch is written even without further calls. If the janitor
+        accepts no delay, does nothing before the batch is due."""
         if self._changes_file.has_unwritten:
             self.collect()  # a write failed; its result, if not applied yet, starts the backoff
         writer = self._chores.changes
@@ -253,7 +259,7 @@ class Maintenance:
                 return False
 
     def start_epoch(self, then: Callable[[], None]) -> bool:
-        """Begin a new epoch: no record that is on disk now is offered again.
+        """Begin a new epoch: once it is on disk, no start offers a record that is on disk now.
 
         Writes the epoch before other due work. `then` is called in any thread after the write succeeded or failed.
         False if the janitor refused the write.
@@ -263,11 +269,13 @@ class Maintenance:
         return self._start(self._chores.epoch.plan(), then)
 
     def finish(self) -> None:
-        """Write the last changes, seals and a snapshot.
+        """Submit the last file work: journal, changes, seals and a snapshot. Does not wait. Closes the change log. Does
+        nothing if another engine has taken the namespace over.
 
-        With the snapshot, the next start reads one file. If there is no time for a snapshot, the file of changes has
-        the same content. If the epoch is not on disk yet, tries to write it once more, even during its backoff, and
-        skips changes, seals and snapshot: no record was stored in this epoch.
+        With the snapshot, the next start searches only segments with records that were still being written. If there
+        is no time for a snapshot, the file of changes has the same content. If the epoch is not on disk yet, tries to
+        write it once more, even during its backoff, and skips changes, seals and snapshot: no record was stored in this
+        epoch.
         """
         self.cancel_snapshot()
         if self.state.is_taken_over:

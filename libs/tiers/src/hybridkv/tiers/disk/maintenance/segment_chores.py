@@ -46,7 +46,8 @@ class SegmentMaker(ChoreKind[Create, None]):
         super().__init__(state)
         self._bytes_on_all_ranks = state.sizes.segment_bytes * state.sizes.num_ranks
         self._is_full = False
-        """True if the file system had no room for the last new segment."""
+        """True if there was no room for the last new segment: in the file system, a quota, or beside other
+        namespaces."""
         self._dropped_bytes = 0
         """Bytes deleted while `_is_full`, on all ranks."""
 
@@ -56,7 +57,7 @@ class SegmentMaker(ChoreKind[Create, None]):
 
     @property
     def deletions_help(self) -> bool:
-        """False if a segment's size was deleted and the file system still has no room."""
+        """False if a segment's size was deleted and there is still no room for a new segment."""
         return self._dropped_bytes < self._bytes_on_all_ranks
 
     def dropped(self, segment_bytes: int) -> None:
@@ -65,7 +66,7 @@ class SegmentMaker(ChoreKind[Create, None]):
             self._dropped_bytes += segment_bytes * self._state.sizes.num_ranks
 
     def raise_limit(self) -> None:
-        """Reset the limit of a full file system to `data_bytes`, after the backoff."""
+        """Reset the limit of the segments to `data_bytes`, unless the maker is backing off."""
         if not self.is_backing_off:
             self._state.segments.limit_bytes = self._state.sizes.data_bytes
 
@@ -207,8 +208,8 @@ class Seal(Chore[None]):
 
 
 class SegmentSealer(ChoreKind[Seal, None]):
-    """Seals full segments, so that the next start does not read them. Waits for `journal`: a start offers every record
-    of a sealed segment that the journal does not withdraw."""
+    """Seals full segments: a start that searches a sealed segment does not read the payloads. `plan` waits for
+    `journal`, because such a start offers every record of the segment that the journal does not withdraw."""
 
     def __init__(self, state: StoreState, journal: JournalWriter) -> None:
         super().__init__(state)
@@ -226,7 +227,7 @@ class SegmentSealer(ChoreKind[Seal, None]):
         return None
 
     def plan_all(self) -> Iterator[AnyDueChore]:
-        """Chores for all segments that can be sealed now."""
+        """Chores for all segments that can be sealed now. Does not wait for the journal."""
         for segment in list(self._state.segments.sealable.values()):
             if segment.epoch == self._state.epoch:
                 yield self._due(segment)
@@ -236,7 +237,7 @@ class SegmentSealer(ChoreKind[Seal, None]):
 
     def apply(self, chore: Seal, ending: Ending[None]) -> None:
         segments = self._state.segments
-        if ending.is_done and chore.number in segments.by_number:
+        if ending.is_success and chore.number in segments.by_number:
             segments.by_number[chore.number].is_sealed = True
             segments.refile(segments.by_number[chore.number])
 
@@ -253,8 +254,8 @@ class Restore(Chore[set[int] | None]):
     needs_own: ClassVar[bool] = False
 
     def run(self, files: StoreFiles) -> set[int] | None:
-        """Recreate removed directories. Returns the segments that every rank has now; None if no directory and no
-        segment is missing."""
+        """Recreate removed directories. Returns the segments that every rank has now, after writing the epoch; None if
+        no directory and no segment is missing."""
         namespace = files.namespace
         if not namespace.is_present():
             namespace.restore()
@@ -270,7 +271,8 @@ class Restore(Chore[set[int] | None]):
 
 
 class Restorer(ChoreKind[Restore, set[int] | None]):
-    """Recreates removed directories, and withdraws the records of missing files. Then `journal` must be rewritten."""
+    """Recreates removed directories, and withdraws the records of missing files. Then the next write of `journal`
+    writes the whole file."""
 
     makes_room = True
 
@@ -280,11 +282,11 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
 
     @property
     def is_due(self) -> bool:
-        return self._state.is_lost and not self._state.retries.is_backing_off(Restore)
+        return self._state.may_lack_files and not self._state.retries.is_backing_off(Restore)
 
     def plan(self) -> AnyDueChore | None:
         state = self._state
-        if not state.is_lost or state.retries.is_backing_off(Restore):
+        if not state.may_lack_files or state.retries.is_backing_off(Restore):
             return None
         known = state.segments.by_number.values()
         expected = (each for each in known if (each.stage in _WRITABLE or each.live_bytes) and not each.is_lost)
@@ -297,7 +299,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
             # The new directories have no epoch: a start would delete segments created there.
             state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_recreated
             return
-        state.is_lost = False
+        state.may_lack_files = False
         if present is None:
             return
         state.is_epoch_written = state.is_epoch_written or chore.epoch == state.epoch

@@ -73,7 +73,8 @@ class ChangeWriter(ChoreKind[Log, bool]):
 
 @dataclass(frozen=True, slots=True)
 class Save(Chore[bool]):
-    """Writes a snapshot of at most `max_bytes`. If not all records fit, keeps the most recently used records."""
+    """Writes a snapshot of at most `max_bytes`, then a new file of changes. If not all records fit, keeps the most
+    recently used records."""
 
     epoch: int
     scan_from: int
@@ -176,13 +177,13 @@ class SnapshotWriter(ChoreKind[Save, bool]):
         return all(segment.epoch != epoch for segment in self._state.segments.unavailable.values())
 
     def _due(self, next_written: int) -> AnyDueChore:
-        """Chore for a snapshot of the present records. `next_written`: number of the first segment that records may be
-        appended to."""
+        """Chore for a snapshot of the present records. Begins the walk over the records, and cuts the change log.
+        `next_written`: number of the first segment that records may be appended to."""
         state, segments, records = self._state, self._state.segments, self._state.records
         scan_from = min([next_written, *segments.being_written])
         copied = [relocation.new_address for relocation in self._copier.copying]
         pending = [*(record.address for record in records.reserved()), *copied]
-        self._journal.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
+        self._journal.drop_below(address_of(min(segments.by_number, default=segments.next_number), 0))
         self._last_s = state.clock()
         self._generation = records.generation
         numbers = (state.epoch, scan_from, segments.next_number, segments.next_address)

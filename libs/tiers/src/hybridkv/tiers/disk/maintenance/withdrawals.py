@@ -64,7 +64,7 @@ class EpochWriter(ChoreKind[WriteEpoch, None]):
 
     def apply(self, chore: WriteEpoch, ending: Ending[None]) -> None:
         state = self._state
-        state.is_epoch_written = state.is_epoch_written or (ending.is_done and chore.epoch == state.epoch)
+        state.is_epoch_written = state.is_epoch_written or (ending.is_success and chore.epoch == state.epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ AppendOrRewrite: TypeAlias = Append | Rewrite
 
 
 class JournalWriter(ChoreKind[AppendOrRewrite, None]):
-    """Writes the journal of one namespace: at most `DiskOptions.max_quarantined` withdrawals.
+    """Writes the journal of one namespace. Keeps at most `DiskOptions.max_quarantined` withdrawals, the last ones; the
+    file has at most twice as many entries.
 
     Args:
         found: withdrawals that recovery found in the journal.
@@ -150,9 +151,9 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         self.withdraw(record)
         return True
 
-    def keep(self, first_address: int) -> None:
+    def drop_below(self, first_address: int) -> None:
         """Drop withdrawals that cover only addresses below this one: no records exist there any more."""
-        self._entries.keep(first_address)
+        self._entries.drop_below(first_address)
 
     def lost(self) -> None:
         """Mark the journal as missing on disk."""
@@ -172,6 +173,6 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         self._num_in_file = chore.num_entries
 
     def apply(self, chore: AppendOrRewrite, ending: Ending[None]) -> None:
-        if not ending.is_done:  # later, write the whole journal again
+        if not ending.is_success:  # later, write the whole journal again
             self._must_rewrite = True
             self._pending.extend(chore.entries[-1:])

@@ -71,7 +71,8 @@ class Headers:
 
 
 def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failure:
-    """Failure for an error of a system call. A shortage of this process is BUSY: the stored bytes may be good."""
+    """Failure for an error of a system call. A shortage of this process or machine is BUSY: the stored bytes may be
+    good. A load from a missing or short file is MISSING; any other error is IO."""
     where = f"segment {number_of(operation.address)}"
     if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
         return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
@@ -88,7 +89,8 @@ def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failur
 def _log_shortage(name: str) -> None:
     """Log a shortage, once per process and error."""
     logger.warning(
-        "this process runs short (%s): the disk tier leaves alone what it cannot try, and loses nothing by it; "
+        "this process is short of a resource (%s): the disk tier does not try some loads and stores, and keeps all "
+        "stored chunks; "
         "hint: look at the limits of open files, threads and memory",
         name,
     )
@@ -99,14 +101,15 @@ def busy(num_waiting: int) -> Failure:
 
 
 class DiskMedium:
-    """`TierMedium` for the slots of a `DiskIndex` of the same path, namespace and options, in any process.
+    """`TierMedium` for the slots of a `DiskIndex` of the same path and namespace, in any process.
 
     Args:
         path: absolute path of the store.
         namespace: digest of the fingerprint, 32 bytes.
         rank: tensor-parallel rank of the bytes.
-        options: the same options as for the index.
-        io: system calls that open, close and sync files; the record queue makes its own reads and writes.
+        options: the options of the index; only `fsync` and the options below it are used.
+        io: system calls that open and close files, and sync files with `Fsync.INTERVAL`. The record queue makes its own
+            calls.
         clock: time in seconds, for `Fsync.INTERVAL`.
 
     Raises:
@@ -313,12 +316,12 @@ class Runner:
             queue = RecordQueue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
         except (RuntimeError, MemoryError) as error:
             if not self._is_short:
-                logger.warning("the disk tier gets no thread (%s): it stores and loads nothing until it does", error)
+                logger.warning("the disk tier gets no thread (%s): no store and no load until a thread starts", error)
             self._is_short = True
             return None
         if queue.uring_error in _PASSING:
             logger.warning(
-                "io_uring is not to be had at the moment (%s): the disk tier's calls are made by threads until it is "
+                "io_uring is not available at the moment (%s): threads make the disk tier's calls until the tier is "
                 "opened again; hint: look at the limits of memory, locked memory and open files",
                 os.strerror(queue.uring_error),
             )
@@ -394,7 +397,7 @@ class Runner:
         self._completions.append(completion)
 
     def _open_later(self, operation: DiskOperation) -> bool:
-        """Queue an operation until its file is open. False if the opener's thread cannot be started."""
+        """Queue an operation until its file is open. False if the opener's thread cannot be started or was closed."""
         try:
             is_queued = self._opener.post(self._open_next)
         except (RuntimeError, MemoryError):

@@ -170,7 +170,7 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
 
 
 def _write_epoch(files: StoreFiles, found: FoundStore) -> Epoch:
-    is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
+    is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_success
     if found.is_restarted and is_written:
         # The restarted numbers assign the same addresses again, so old journal entries would withdraw new records.
         with contextlib.suppress(OSError):
