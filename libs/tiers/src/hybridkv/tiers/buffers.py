@@ -17,7 +17,7 @@ def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
 
 
 def slot_views(slot: Slot, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview] | Failure:
-    """Byte views of the buffers that a slot is copied to (`is_written`) or from, without empty views. A `Failure` if
+    """Byte views of the destination (`is_written`) or the source of a slot's bytes, without empty views. A `Failure` if
     the buffers do not fit the slot."""
     try:
         views = byte_views(buffers)

@@ -4,7 +4,7 @@ from hybridkv.tiers.contract import Refusal, TierCounts
 
 
 class Tally:
-    """Mutable `TierCounts`."""
+    """Mutable `TierCounts` without `answers`."""
 
     __slots__ = ("aborts", "commits", "evicted_bytes", "evictions", "invalidations", "refusals", "reservations")
 

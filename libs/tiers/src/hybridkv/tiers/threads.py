@@ -1,7 +1,8 @@
-"""Daemon threads: do not keep a process alive, even if a call waits forever for a dead file system.
+"""Daemon threads. They do not keep a process alive, even if a call waits forever for a dead file system.
 
 `BackgroundThread` is one thread with a queue and runs one call at a time. `DaemonPool` has several threads. Neither
-uses `concurrent.futures.ThreadPoolExecutor`, because the interpreter joins its threads at exit without a time limit.
+uses `concurrent.futures.ThreadPoolExecutor`: at exit, the interpreter joins the threads of that class without a time
+limit.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class _QueuedCall(NamedTuple):
 
 
 class BackgroundThread:
-    """One daemon thread that runs calls one at a time, in order. The first call starts the thread.
+    """One daemon thread that runs calls one at a time, in order except for delayed calls. The first call starts the
+    thread.
 
     Args:
         name: name of the thread.
@@ -149,8 +151,8 @@ class BackgroundThread:
         return self._thread is None or not self._thread.is_alive()
 
     def at_end(self, last: Callable[[], None]) -> bool:
-        """Run `last` on the thread after all other calls. False if all other calls have run already; then `last` does
-        not run."""
+        """Run `last` on the thread after all other calls, in place of an earlier `last`. False if all other calls have
+        run already; then `last` does not run. A thread that is never started does not run `last` either."""
         with self._end_lock:
             if not self._has_run:
                 self._last = last

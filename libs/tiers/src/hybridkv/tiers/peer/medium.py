@@ -2,7 +2,8 @@
 
 A `Transport` reads straight into the destination if that is registered memory, otherwise into a temporary buffer. A
 load succeeds only if the digest of the bytes equals the digest in the peer's seal of the chunk. So a reused slot and a
-torn read fail the load. One thread makes every call of the transport; callers queue loads and poll completions.
+torn read fail the load. One thread makes every call of the transport, except `close`; callers queue loads and poll
+completions.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class PeerMedium(RemoteMedium):
         self._inbox.put(lambda: self._reader.begin(load))
 
     def close(self) -> None:
-        """Fail all loads with CLOSED, within a bounded time. After that, peers cannot read this memory."""
+        """Fail all loads with CLOSED, within a bounded time. After that, peers cannot read this memory, unless the
+        transport does not close in time."""
         if self._is_closed:
             return
         self._is_closed = True
