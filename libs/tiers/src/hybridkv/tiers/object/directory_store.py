@@ -286,8 +286,9 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Lock the directory against other sweepers. False if another process has locked it. If the file system has no
-        locks, True without a lock: two sweepers may then delete more objects than one."""
+        """Lock the directory against other sweepers. False if another process has locked it. If the lock file cannot be
+        opened, or the file system has no locks, True without a lock: two sweepers may then delete more objects than
+        one."""
         root = Directory.root(self._io, self._path, False, self._may_be_shared)
         try:
             fd = root.open_file(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
