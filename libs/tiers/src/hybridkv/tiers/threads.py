@@ -1,7 +1,8 @@
-"""Daemon threads: do not keep a process alive, even if a call waits forever for a dead file system.
+"""Daemon threads. They do not keep a process alive, even if a call waits forever for a dead file system.
 
 `BackgroundThread` is one thread with a queue and runs one call at a time. `DaemonPool` has several threads. Neither
-uses `concurrent.futures.ThreadPoolExecutor`, because the interpreter joins its threads at exit without a time limit.
+uses `concurrent.futures.ThreadPoolExecutor`: at exit, the interpreter joins the threads of that class without a time
+limit.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ObjectBody(NamedTuple):
     """An object that was read.
 
     Args:
-        data: its bytes; None if the object is larger than the limit.
+        data: its bytes; None if the object is larger than the limit, or than the size that the store reports.
         etag: ETag of this version; None if the store has no ETags.
     """
 

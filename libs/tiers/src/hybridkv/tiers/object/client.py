@@ -28,7 +28,7 @@ class LookupFailed(NamedTuple):
 
 
 class EpochChanged(NamedTuple):
-    """Another engine began a new epoch: chunks found or stored before it must not be offered."""
+    """Another engine began a new epoch: chunks found or stored before this event must not be offered."""
 
     answered_s: float
 
@@ -37,7 +37,7 @@ ClientEvent = LookupAnswered | LookupFailed | EpochChanged
 
 
 class StoreCounts(NamedTuple):
-    """Counts of objects of a store since the last call.
+    """Counts of objects of a store since the last `take_counts`.
 
     Args:
         duplicates: chunks that this engine stored although another engine had stored them already.
@@ -61,12 +61,13 @@ class ObjectClient(LookupClient, Protocol):
 
     @property
     def namespace(self) -> str | None:
-        """Name prefix of the current epoch. None until the store was reached; before that, no chunk can be stored."""
+        """Name prefix of the current epoch. None until the store was reached; until then, no chunk can be stored."""
         ...
 
     @property
     def takes_objects(self) -> bool:
-        """False if the store cannot be written: it is full, or the credentials are read-only. Lookups still work."""
+        """True after a check found that the store can be written, even if the store becomes full later. False if the
+        store was full or the credentials are read-only; lookups still work."""
         ...
 
     def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
@@ -94,6 +95,6 @@ class ObjectClient(LookupClient, Protocol):
         ...
 
     def clear(self, *, is_for_all: bool) -> None:
-        """Forget all chunks. If `is_for_all`, begin a new epoch, so that no engine finds the chunks stored until
-        now."""
+        """Forget all chunks. If `is_for_all`, begin a new epoch, so that no engine finds the chunks stored until now;
+        but not before the store was reached."""
         ...

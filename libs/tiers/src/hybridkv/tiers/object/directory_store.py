@@ -50,7 +50,7 @@ _MAX_LEVELS = 4
 """Depth of the directories of an object."""
 _PACK_SLASHES = 3
 """Slashes in the name of a pack's object. Only a pack has its own directory, which is removed with its last object."""
-_LISTED = 256
+_LIST_BATCH = 256
 """Number of objects in one piece of a list."""
 _PIECE_BYTES = 1 << 20
 """Size of one read."""
@@ -78,7 +78,7 @@ def path_of(url: str) -> str:
 
 
 class DirectoryStore:
-    """Objects in one directory. Thread-safe. Keeps no file open between calls.
+    """Objects in one directory. Thread-safe. Between calls, only a `StoredFile` keeps a file open.
 
     Raises the errors of obstore: `FileNotFoundError` if there is no object, or the file is no object;
     `AlreadyExistsError` from `put`; `NotModifiedError` from `get`; otherwise `OSError`.
@@ -96,9 +96,9 @@ class DirectoryStore:
         self._io = io or FileIO()
         self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-files")
         self._has_logged_failure = False
-        self.num_unlisted = 0
-        """Number of files and directories of namespaces that could not be opened, since the start. Lists do not contain
-        them."""
+        self.num_left_out = 0
+        """Number of files and directories of namespaces that lists left out since the start, because they could not be
+        opened. Each list counts them again."""
 
     def check(self) -> None:
         """Create the directory if needed, and warn if other users could replace it.
@@ -195,7 +195,7 @@ class DirectoryStore:
             self.put(path, [*self.get(path)])
 
     def delete(self, paths: str | Sequence[str]) -> None:
-        """Delete objects. Also removes the directory of a pack with its last object."""
+        """Delete objects. Ignores missing ones. Also removes the directory of a pack with its last object."""
         for path in [paths] if isinstance(paths, str) else paths:
             with (
                 contextlib.suppress(FileNotFoundError),
@@ -217,7 +217,7 @@ class DirectoryStore:
             return
         try:
             found = self._walk(root, "", _MAX_LEVELS)
-            while metas := list(islice(found, _LISTED)):
+            while metas := list(islice(found, _LIST_BATCH)):
                 yield metas
         finally:
             root.close()
@@ -234,7 +234,7 @@ class DirectoryStore:
             except OSError as error:
                 is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError, ForeignFileError))
                 if not is_gone and is_owner(path.partition("/")[0]):
-                    self.num_unlisted += 1
+                    self.num_left_out += 1
                 logger.debug("%s: left out of the list: %s", path, error)
                 continue
             if meta is not None:
@@ -286,8 +286,9 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Lock the directory against other sweepers. False if another process has locked it. If the file system has no
-        locks, True without a lock: two sweepers may then delete more objects than one."""
+        """Lock the directory against other sweepers. False if another process has locked it. If the lock file cannot be
+        opened, or the file system has no locks, True without a lock: two sweepers may then delete more objects than
+        one."""
         root = Directory.root(self._io, self._path, False, self._may_be_shared)
         try:
             fd = root.open_file(_LOCK_NAME, os.O_RDWR | os.O_CREAT)

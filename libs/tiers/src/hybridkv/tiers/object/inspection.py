@@ -33,7 +33,7 @@ class ObjectCacheReport(msgspec.Struct):
     """One cache in one epoch.
 
     Args:
-        name: namespace, in hexadecimal.
+        name: namespace, in hexadecimal; for an entry with short-lived objects alone, the name of a cache.
         cache: name of the cache, if a mark in the store names this epoch as the current one. Else empty: the first
             epoch of a cache without a mark, or an epoch that a reset ended.
         epoch: the current epoch; 0 if unknown.
@@ -89,7 +89,7 @@ class ObjectDamage(msgspec.Struct, frozen=True):
 
 
 class ObjectVerifyReport(msgspec.Struct):
-    """Result of reading all objects.
+    """Result of reading all packs and manifests.
 
     Args:
         num_records: chunks that were read, each rank's part counted.
@@ -97,7 +97,8 @@ class ObjectVerifyReport(msgspec.Struct):
         num_damaged: chunks and manifests that an engine would refuse.
         num_incomplete: manifests that list a pack that is gone. An engine finds the prefix, fails to load it, and
             computes it.
-        num_other_secret: intact chunks and manifests that are sealed with a secret, if no secret was passed.
+        num_other_secret: if no secret was passed, chunks with the right checksum, and readable manifests, with a seal
+            that does not fit: probably sealed with a secret.
         num_unread: objects that could not be read.
         damages: damages, and incomplete and unread objects, at most `MAX_DAMAGES`.
     """
@@ -174,7 +175,7 @@ def _epoch(store: Store, cache: str) -> int | None:
 
 
 class ObjectVerifier:
-    """Reads every object of a store.
+    """Reads every pack and every manifest of a store.
 
     Args:
         store: the store.
@@ -189,7 +190,7 @@ class ObjectVerifier:
         self._report = ObjectVerifyReport()
 
     def run(self) -> ObjectVerifyReport:
-        """Read all objects.
+        """Read all packs and manifests.
 
         Raises:
             Exception: (obstore or the system) the store cannot be listed.
@@ -207,18 +208,18 @@ class ObjectVerifier:
                     pass  # deleted meanwhile
                 except Exception as error:
                     report.num_unread += 1
-                    self._list(ObjectDamage(meta["path"], -1, FailureReason.IO, describe(error)))
+                    self._add_damage(ObjectDamage(meta["path"], -1, FailureReason.IO, describe(error)))
                 done += 1
                 self._on_progress(done)
         return report
 
-    def _list(self, damage: ObjectDamage) -> None:
+    def _add_damage(self, damage: ObjectDamage) -> None:
         if len(self._report.damages) < MAX_DAMAGES:
             self._report.damages.append(damage)
 
     def _damaged(self, name: str, offset: int, failure: Failure) -> None:
         self._report.num_damaged += 1
-        self._list(ObjectDamage(name, offset, failure.reason, failure.detail))
+        self._add_damage(ObjectDamage(name, offset, failure.reason, failure.detail))
 
     def _verify_pack(self, name: str, size: int) -> None:
         for offset, failure in self._records(name, size):
@@ -275,5 +276,5 @@ class ObjectVerifier:
                 self._store.head(f"{pack}/0")
             except FileNotFoundError:
                 report.num_incomplete += 1
-                self._list(ObjectDamage(name, -1, FailureReason.MISSING, f"{pack} is gone"))
+                self._add_damage(ObjectDamage(name, -1, FailureReason.MISSING, f"{pack} is gone"))
                 return

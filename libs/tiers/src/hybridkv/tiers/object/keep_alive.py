@@ -50,9 +50,9 @@ _NEVER_CHECKED = -float("inf")
 class _KnownManifest:
     name: str
     due_s: float = _NEVER_CHECKED
-    """Time of the next check of its age."""
+    """Time of the next check of the manifest's age."""
     has_unchecked_packs: bool = False
-    """True if the manifest was written since the last check, and may list old packs."""
+    """True if the manifest was written or replaced since the last check, and may list old packs."""
 
 
 class RenewalPace(NamedTuple):
@@ -217,8 +217,8 @@ class KeepAlive:
         return min(written_s, oldest_s) + self._half_s
 
     async def _renew_manifest(self, prefix: bytes, name: str, data: bytes) -> bool:
-        """Write a manifest again. False if another engine replaced it since these bytes were read: the renewal of the
-        packs may take minutes."""
+        """Write a manifest again. False if it was replaced, or is missing, since these bytes were read: the renewal of
+        the packs may take minutes."""
         if isinstance(self._store, DirectoryStore):
             await self._renew(name)
             return True

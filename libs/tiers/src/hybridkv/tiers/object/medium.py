@@ -229,7 +229,7 @@ class ObjectMedium(RemoteMedium):
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
         """Read one range. Wrong or missing chunks are read once more with another range, because a proxy or cache
-        between may be faulty."""
+        on the way may be faulty."""
         bad = self._read_from(pack, run, run[0].slot.offset, is_last=False)
         if bad:
             first = 0 if bad[-1].end <= READ_BYTES else bad[0].slot.offset
@@ -244,7 +244,7 @@ class ObjectMedium(RemoteMedium):
             stream = answer if isinstance(answer, StoredFile) else RangeStream(answer.stream(min_chunk_size=1), first)
             while left:
                 batch = _first_batch(left)
-                completions = self._taken(stream, name, batch)
+                completions = self._read_batch(stream, name, batch)
                 del left[: len(batch)]
                 for move, completion in zip(batch, completions, strict=True):
                     if completion.failure is None or is_last:
@@ -259,7 +259,7 @@ class ObjectMedium(RemoteMedium):
             self._end_all(left, failure_of(error, f"reading {name}"))
         return bad
 
-    def _taken(self, stream: RangeStream | StoredFile, name: str, batch: Sequence[_PackMove]) -> list[Completion]:
+    def _read_batch(self, stream: RangeStream | StoredFile, name: str, batch: Sequence[_PackMove]) -> list[Completion]:
         """Read chunks in order of their offsets, and check each chunk."""
         first = at = batch[0].slot.offset
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in batch]
@@ -294,7 +294,7 @@ class ObjectMedium(RemoteMedium):
 
 
 def _first_batch(moves: Sequence[_PackMove]) -> list[_PackMove]:
-    """Leading chunks of about `BATCH_BYTES`, at least one."""
+    """Leading chunks, up to `BATCH_BYTES`, at least one."""
     batch: list[_PackMove] = []
     for move in moves:
         if batch and move.end - batch[0].slot.offset > BATCH_BYTES:

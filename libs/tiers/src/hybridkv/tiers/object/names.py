@@ -1,4 +1,5 @@
-"""Names of objects. A name reveals nothing about a prompt, and cannot be computed without the fleet's secret.
+"""Names of objects. If the fleet has a secret, a name reveals nothing about a prompt, and cannot be computed without
+the secret.
 
 <namespace>/p/<pack>/<rank>      chunks of one group, back to back
 <namespace>/m/<prefix>           manifest of a prefix

@@ -20,31 +20,34 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     known_bytes: int = 1 << 44
     missing_s: float = 5.0
     found_s: float = 600.0
-    """Seconds for which a chunk is offered after it was found or stored. Then it is looked up again: packs expire."""
+    """Seconds for which a chunk is offered after it was found, first read or stored; at most a quarter of
+    `time_to_live_s`. Then the chunk is looked up again, because packs expire."""
     bad_s: float = 600.0
-    """Seconds for which a place with wrong or missing bytes is not offered, from any manifest."""
+    """Seconds for which a place with wrong or missing bytes is not offered, from any manifest, and for which a bad
+    version of a manifest is not read again."""
     manifest_bytes: int = 2 << 20
     """A larger manifest is neither written nor read."""
     reading_bytes: int = 8 << 20
-    """Limit of the bytes of manifests that all lookups together have in memory."""
+    """Limit of the bytes of manifests that are being read at one time, if it is above `manifest_bytes`."""
     lookup_bytes: int = 256 << 10
     """Up to this size, a lookup keeps its last found manifest in memory. A larger manifest is read again."""
 
     # Requests.
     request_timeout_s: float = 10.0
-    """Timeout of a request, which is then retried once."""
+    """Timeout of a request. A request that fails within this time is retried once."""
     connect_timeout_s: float = 2.0
     """Timeout of a connection attempt."""
     opening_timeout_s: float = 10.0
     """Seconds that the start waits for the check of the store. The check continues after that."""
     first_retry_s: float = 0.5
-    """First retry delay for an unreachable store. The delay doubles each time, up to `last_retry_s`."""
+    """First retry delay for a store that cannot be reached or written. The delay doubles each time, up to
+    `last_retry_s`."""
     last_retry_s: float = 30.0
     """Longest retry delay."""
     epoch_check_s: float = 60.0
     """Interval of the checks for a new epoch."""
     close_timeout_s: float = 5.0
-    """Time for open requests to finish at `close`."""
+    """Time for writes of manifests, and for all requests of a medium, to finish at `close`."""
 
     # Life of the objects.
     time_to_live_s: float | None = None
@@ -54,7 +57,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     capacity_bytes: int | None = None
     """Limit of all objects in a directory, over all caches. The least recently used are deleted. None: no limit."""
     sweep_s: float = 60.0
-    """Interval of the checks of `capacity_bytes`."""
+    """Shortest interval of the checks of `capacity_bytes`. Slow checks are made less often."""
 
     # Budgets of stores.
     check_timeout_s: float = 1.0

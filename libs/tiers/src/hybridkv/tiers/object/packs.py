@@ -55,7 +55,7 @@ class Stored(NamedTuple):
     Args:
         key: its key.
         place: its place.
-        needs: keys that the chunk extends.
+        needs: last key of the `extends` of the chunk, without which the chunk is useless; empty if there is none.
     """
 
     key: Key

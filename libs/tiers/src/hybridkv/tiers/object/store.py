@@ -93,7 +93,7 @@ def is_directory(url: str) -> bool:
 
 
 def check_store(store: Store, cache: str) -> str | None:
-    """Check that a store has the needed features: conditional puts and range reads.
+    """Check that a store has the needed features: conditional puts and range reads. Writes a short-lived object.
 
     Returns:
         None if the store has them. Otherwise the reason why the store can be read but not written: it is full, or the
@@ -140,8 +140,8 @@ def check_store(store: Store, cache: str) -> str | None:
 def clock_ahead_s(store: Store, cache: str) -> float:
     """Seconds by which the store's clock is ahead of this host's clock.
 
-    In a directory, touches the lock file, which also works on a full disk. In other stores, writes a short-lived
-    object. 0 for a directory that cannot be written at all.
+    In a directory, touches the lock file, which also works on a full disk. In other stores, and if the
+    lock file cannot be touched, writes a short-lived object. 0 for a directory that cannot be written at all.
 
     Raises:
         Exception: (obstore) a request failed.
@@ -166,7 +166,7 @@ def _clock_ahead_s(store: Store, cache: str) -> float:
 
 
 def _why_only_read(store: Store, name: str, refused: Exception) -> str:
-    """Reason why a put was refused. Raises if a read is refused too."""
+    """Reason why a put was refused. Raises if a read fails too, or if the put failed for a shortage of this process."""
     if is_shortage(refused):
         raise refused
     try:

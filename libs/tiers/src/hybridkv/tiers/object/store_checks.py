@@ -81,15 +81,16 @@ class StoreChecks:
                     del self._path_of[key]
 
     def prepare(self, keys: Sequence[Key]) -> None:
-        """Look up those keys that may be stored soon and have no valid lookup."""
+        """Look up these keys, which may be stored soon. Leaves out keys with a valid lookup or without an announced
+        path."""
         now_s, checks, tracker, path_of = self._clock(), self._checks, self._tracker, self._path_of
         for key in keys:
             if key not in path_of or tracker.is_pending(key):
                 continue
             check = checks.get(key)
             if check is None and tracker.is_missing(key, now_s - FRESH_ANSWER_S):
-                self._begin(key, now_s, is_sent=True, was_used=True)
-            elif check is not None and self._counts(check, now_s):
+                self._remember(key, now_s, is_sent=True, was_used=True)
+            elif check is not None and self._is_valid(check, now_s):
                 check.was_used = True
             else:
                 self._look_up(key, now_s)
@@ -106,7 +107,7 @@ class StoreChecks:
             return False
         return check.is_sent or self._clock() - check.began_s >= self._timeout_s
 
-    def _counts(self, check: _KeyCheck | None, now_s: float) -> bool:
+    def _is_valid(self, check: _KeyCheck | None, now_s: float) -> bool:
         return check is not None and check.is_sent and not check.is_over(now_s)
 
     def forget(self, key: Key) -> None:
@@ -124,16 +125,16 @@ class StoreChecks:
         if room <= 0:
             check = checks.get(key)
             if check is None or check.is_over(now_s):
-                self._begin(key, now_s, is_sent=False, was_used=False)
+                self._remember(key, now_s, is_sent=False, was_used=False)
             return
         path = self._path_of[key]
-        keys = [each for each in path[path.index(key) :] if not self._counts(checks.get(each), now_s)][:room]
+        keys = [each for each in path[path.index(key) :] if not self._is_valid(checks.get(each), now_s)][:room]
         tracker.forget_missing(keys, now_s - FRESH_ANSWER_S)
         self._start_lookup(keys, now_s + self._timeout_s)
         for each in keys:
-            self._begin(each, now_s, is_sent=True, was_used=False)
+            self._remember(each, now_s, is_sent=True, was_used=False)
 
-    def _begin(self, key: Key, now_s: float, *, is_sent: bool, was_used: bool) -> None:
+    def _remember(self, key: Key, now_s: float, *, is_sent: bool, was_used: bool) -> None:
         self._checks.pop(key, None)
         self._checks[key] = _KeyCheck(now_s, is_sent, was_used)
         if len(self._checks) > MAX_ANNOUNCED:

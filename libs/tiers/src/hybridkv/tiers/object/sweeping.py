@@ -42,7 +42,7 @@ _LATE_USE_S = 600.0
 are checked."""
 _MAX_EXACT = 200_000
 """Limit of the objects of the last bucket that are sorted by their exact age."""
-_DELETED = 256
+_DELETE_BATCH = 256
 """Number of objects that are deleted in one request."""
 # (age from which a bucket has this width, width), in seconds
 _WIDTHS = ((0.0, 1.0), (3600.0, 10.0), (86_400.0, 60.0), (30 * 86_400.0, 3600.0))
@@ -77,7 +77,8 @@ class SweepReport:
         reasons: number and bytes of deleted objects by reason, or in a dry run of objects that would be deleted.
         num_failed: objects in `reasons` that could not be deleted.
         num_directories: empty directories that were removed.
-        is_complete: False if the sweep was stopped, or unlisted packs were kept because a manifest could not be read.
+        is_complete: False if the sweep was stopped, or unlisted packs were kept because a manifest could not be read or
+            a directory could not be opened.
     """
 
     num_objects: int = 0
@@ -90,10 +91,12 @@ class SweepReport:
 
     @property
     def num_deleted(self) -> int:
+        """Number of objects in `reasons`, also those of `num_failed`."""
         return sum(number for number, _ in self.reasons.values())
 
     @property
     def deleted_bytes(self) -> int:
+        """Bytes of the objects in `reasons`."""
         return sum(num_bytes for _, num_bytes in self.reasons.values())
 
 
@@ -103,7 +106,7 @@ class SweepRules:
 
     Args:
         capacity_bytes: limit of all objects together; None: no limit.
-        unused_s: delete objects that were not written or renewed for this time; None: no time limit.
+        unused_s: delete packs and manifests that were not written or renewed for this time; None: no time limit.
         with_leftovers: delete leftovers of killed engines. Reads every manifest.
         is_dry: delete nothing.
     """
@@ -258,7 +261,7 @@ class Sweep:
     def _sweep_manifests(self, kept_from_s: float, present: NameFilter | None) -> NameFilter | None:
         """Delete manifests. Returns the packs that the kept manifests list; None if not all of them are known."""
         listed = NameFilter() if present is not None else None
-        num_unlisted = self._num_unlisted()
+        num_left_out = self._num_left_out()
         for meta in self._list():
             name = meta["path"]
             kind, owner, _ = parse_name(name)
@@ -284,7 +287,7 @@ class Sweep:
             elif listed is not None:
                 for pack in packs:
                     listed.add(pack)
-        if self._num_unlisted() != num_unlisted:
+        if self._num_left_out() != num_left_out:
             listed, self._report.is_complete = None, False
         return listed
 
@@ -306,8 +309,8 @@ class Sweep:
             return SweepReason.BROKEN, []
         return None, packs
 
-    def _num_unlisted(self) -> int:
-        return self._store.num_unlisted if isinstance(self._store, DirectoryStore) else 0
+    def _num_left_out(self) -> int:
+        return self._store.num_left_out if isinstance(self._store, DirectoryStore) else 0
 
     def _sweep_packs(self, kept_from_s: float, listed: NameFilter | None) -> None:
         if self._should_stop() or not self._report.is_complete:
@@ -322,7 +325,8 @@ class Sweep:
                 self._delete(meta, SweepReason.UNLISTED)
 
     def _packs_of(self, name: str, owner: str) -> Sequence[str] | None:
-        """Packs that a manifest lists. None if it cannot be decoded in two reads: then no engine can read it.
+        """Packs of its own namespace that a manifest lists. None if it is too large, or cannot be decoded in two reads:
+        then no engine can read it.
 
         Raises:
             ManifestVersionError: the manifest has another version.
@@ -356,7 +360,7 @@ class Sweep:
         self._report.reasons[reason] = (number + 1, num_bytes + meta["size"])
         if not self._rules.is_dry:
             self._queued.append(meta["path"])
-            if len(self._queued) >= _DELETED:
+            if len(self._queued) >= _DELETE_BATCH:
                 self._flush()
 
     def _flush(self) -> None:

@@ -59,7 +59,7 @@ def open_index(
     options: PeerOptions,
     clock: Callable[[], float],
 ) -> PeerIndex:
-    """Build the scheduler's index. Peers may read from `ram`.
+    """Build the scheduler's index. Peers may look up chunks of `ram`, and lease them.
 
     Raises:
         TierConfigurationError: the address is not free, or it is reachable by other hosts and there is no secret.

@@ -34,7 +34,7 @@ class PeerAnswer(NamedTuple):
 
 class ConnectionLost(NamedTuple):
     """The connection to a peer ended, or could not be established for a waiting lookup. Open lookups get no answer from
-    this peer, and the leases that it granted have ended."""
+    this peer, and all leases of this peer have ended."""
 
     peer: PeerId
     answered_s: float
@@ -46,7 +46,7 @@ class PeerClient(LookupClient, Protocol):
     """Lookup client of a `PeerIndex`. The items of `events` are `PeerAnswer` and `ConnectionLost`."""
 
     def ready(self) -> Sequence[PeerId]:
-        """Listed peers to which a lookup can be sent now."""
+        """Listed peers to which a lookup can be sent now. Starts the connections that are due."""
         ...
 
     def peer_at(self, address: Address) -> PeerId:
@@ -60,7 +60,8 @@ class PeerClient(LookupClient, Protocol):
     def send_hinted_lookup(
         self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
     ) -> bool:
-        """Send a lookup to a hinted peer. If the peer is not connected, connects first; the lookup waits meanwhile.
+        """Send a lookup to a hinted peer. If the peer is not connected, starts a connection if one is due; the lookup
+        waits for a connection attempt that has begun recently.
 
         `hinted`: all peers of the same hint, which are not removed to make room for this peer. False as for
         `send_lookup`. `ConnectionLost` follows if the connection cannot be established.
@@ -77,14 +78,14 @@ class PeerClient(LookupClient, Protocol):
 
 
 class PeerLookupClient:
-    """`PeerClient` that also answers lookups of peers. Callbacks run on the loop's thread and append to `events`; all
-    other calls are on the index's thread.
+    """`PeerClient` that also answers lookups of peers. Callbacks run on the loop's thread; those of outgoing
+    connections append to `events`. All other calls are on the index's thread.
 
     Args:
         loop: control connections. Closed by `close`.
         description: description of this scheduler.
         peers: addresses of other schedulers.
-        leases: leases of peers.
+        leases: chunks leased to peers.
         options: limits.
         clock: clock of the index, in seconds.
     """

@@ -68,7 +68,8 @@ class PeerMedium(RemoteMedium):
         self._inbox.put(lambda: self._reader.begin(load))
 
     def close(self) -> None:
-        """Fail all loads with CLOSED, within a bounded time. After that, peers cannot read this memory."""
+        """Fail all loads with CLOSED, within a bounded time. After that, peers cannot read this memory, unless the
+        transport does not close in time."""
         if self._is_closed:
             return
         self._is_closed = True

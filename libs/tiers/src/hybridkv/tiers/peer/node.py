@@ -30,7 +30,8 @@ from hybridkv.tiers.peer.places import Address, PeerId
 logger = logging.getLogger(__name__)
 
 INCOMPATIBLE_RETRY_FACTOR = 60
-"""Factor on `retry_s` for an incompatible peer. The node retries, because the peer may restart with other settings."""
+"""Factor on `retry_s` for an incompatible peer, and for an address of this engine itself. The node retries, because a
+peer may restart with other settings."""
 SELF_MESSAGE = "is this engine itself: skipped"
 """Logged if a connection leads back to this process."""
 MAX_LOGGED_DIFFERENCES = 64
@@ -229,7 +230,7 @@ class PeerNode:
             return peer is not None and peer.queued.pop(request, None) is not None
 
     def send_notice(self, name: PeerId, body: bytes) -> bool:
-        """Send a message without a reply."""
+        """Send a message without a reply. False if it cannot be sent."""
         return self._send(name, Notice(body))
 
     def _send(self, name: PeerId, message: Message) -> bool:

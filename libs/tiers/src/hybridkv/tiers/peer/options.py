@@ -26,8 +26,8 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     # The engine that holds the chunks.
     lease_s: float = 60.0
     """Duration of a lease. The reader offers the chunk in the first half, and may load it until the end of the second
-    half. So a load ends before its lease, and leases are not renewed. A later load may find another digest, and fail.
-    """
+    half. So a load ends before its lease, and does not renew the lease; only another lookup does. A later load may find
+    another digest, and fail."""
     max_leases: int = 16384
     """Limit of leases."""
     leased_share: float = 0.25

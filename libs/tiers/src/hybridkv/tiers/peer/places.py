@@ -25,10 +25,10 @@ class PeerPlace(NamedTuple):
 
     Args:
         tier_slot: slot of this tier.
-        peer: peer of the slot. A query need not decode the slot.
+        peer: peer of the slot, so that queries need not decode the slot.
         num_bytes: size of the chunk.
         until_s: expiry time of the offer.
-        is_leased: True while the peer keeps the chunk for this engine.
+        is_leased: False after this engine has ended the lease, or has lost the connection to the peer.
     """
 
     tier_slot: Slot

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from hybridkv.tiers.contract import Key, Slot
 
-_NUM_BYTES = attrgetter("num_bytes")
+_get_num_bytes = attrgetter("num_bytes")
 
 
 class RemotePlace(Protocol):
@@ -44,9 +44,9 @@ class FoundPlaces(Generic[P]):
         """Next expiry time."""
 
     def add(self, places: Mapping[Key, P], until_s: float) -> None:
-        """Add the places of one lookup result. Its keys must be new."""
+        """Add the places of one lookup result. The keys must be new."""
         self.by_key.update(places)
-        self.num_bytes += sum(map(_NUM_BYTES, places.values()))
+        self.num_bytes += sum(map(_get_num_bytes, places.values()))
         heapq.heappush(self._answers, (until_s, next(self._numbers), places))
         self.due_s = self._answers[0][0]
 
@@ -57,7 +57,7 @@ class FoundPlaces(Generic[P]):
         return place
 
     def expire(self, now_s: float) -> dict[Key, P]:
-        """Remove expired results. Returns their places."""
+        """Remove expired results. Returns their places that were still present."""
         expired: dict[Key, P] = {}
         while self._answers and self._answers[0][0] <= now_s:
             expired |= self.forget_oldest()
@@ -69,7 +69,7 @@ class FoundPlaces(Generic[P]):
         self.due_s = self._answers[0][0] if self._answers else math.inf
         by_key = self.by_key
         forgotten = {key: place for key, place in places.items() if by_key.get(key) is place}
-        self.num_bytes -= sum(map(_NUM_BYTES, map(by_key.pop, forgotten)))
+        self.num_bytes -= sum(map(_get_num_bytes, map(by_key.pop, forgotten)))
         return forgotten
 
     def clear(self) -> dict[Key, P]:

@@ -36,7 +36,7 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MIS
 
 
 class LookupClient(Protocol):
-    """Sends lookups and receives answers. Each tier adds its own methods, which send. No call but `close` waits."""
+    """Sends lookups and receives answers. Each tier adds its own methods for sending. Only `close` waits."""
 
     @property
     def events(self) -> deque[Any]:
@@ -104,7 +104,7 @@ class RemoteIndex(Generic[P]):
         )
         """Chunks that were read or stored."""
         self._expiries: list[tuple[float, int, RemoteEntry[P]]] = []
-        """Heap of (expiry time, number, entry) of the committed ledger entries."""
+        """Heap of (expiry time, number, entry) of the committed ledger entries, and of some that are gone."""
         self._expiry_numbers = itertools.count()
         self._expired: dict[Key, None] = {}
         """Keys of expired chunks, the oldest first. They are looked up again before they are stored again."""
@@ -184,7 +184,8 @@ class RemoteIndex(Generic[P]):
         return self._tracker.answer_s
 
     def lacks(self, key: Key) -> bool:
-        """True if a key should be stored. False for an expired key until it is looked up again."""
+        """True if a key should be stored. False for an expired key, unless a new lookup of the key is open, or has
+        found that the key is missing."""
         self._poll_events()
         is_unknown = self._ledger.lacks(key) and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)
@@ -200,14 +201,14 @@ class RemoteIndex(Generic[P]):
         if now_s >= self._found.due_s:
             self._changes += 1
             places = self._found.expire(now_s)
-            self._expire(places)
+            self._remember_expired(places)
             self._on_forgotten(places)
         if self._expiries and now_s >= self._expiries[0][0]:
             self._expire_entries(now_s)
 
     def _add_found(self, number: int, places: Mapping[Key, P], until_s: float, answered_s: float) -> Mapping[Key, P]:
-        """Offer found chunks. Their keys must be open: this lookup still waits for their answers. Returns the chunks
-        for which there was room."""
+        """Offer found chunks, and drop older chunks to make room. The keys of the found chunks must be open: this
+        lookup still waits for their answers. Returns the chunks for which there was room."""
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(self._tracker.open_keys(number), places)
         if places:
@@ -245,7 +246,7 @@ class RemoteIndex(Generic[P]):
         in_use_bytes, num_in_use = ledger.used_bytes - ledger.unpinned_bytes, ledger.num_reserved + ledger.num_pinned
         if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._options.max_known:
             return False
-        while self._is_over(num_bytes, num_keys):
+        while self._exceeds_limits(num_bytes, num_keys):
             if found.by_key:
                 places = found.forget_oldest()
                 self._forgotten[0] += len(places)
@@ -256,14 +257,14 @@ class RemoteIndex(Generic[P]):
                 ledger.evict_next()
         return True
 
-    def _is_over(self, num_bytes: int, num_keys: int) -> bool:
+    def _exceeds_limits(self, num_bytes: int, num_keys: int) -> bool:
         num_known = len(self._ledger.by_key) + len(self._found.by_key)
         return self.used_bytes + num_bytes > self.capacity_bytes or num_known + num_keys > self._options.max_known
 
     # Ledger entries.
 
     def _take_over(self, key: Key) -> RemoteEntry[P]:
-        """Move a found chunk that is read now into the ledger."""
+        """Move a found chunk into the ledger, because it is read or invalidated now."""
         place = self._space.next = self._found.pop(key)
         entry = self._ledger.take(key, place.num_bytes, place.num_bytes)
         self._ledger.commit(key)
@@ -289,9 +290,9 @@ class RemoteIndex(Generic[P]):
     def _expire_entry(self, entry: RemoteEntry[P]) -> None:
         self._ledger.withdraw(entry.key)
         self._num_expired += 1
-        self._expire((entry.key,))
+        self._remember_expired((entry.key,))
 
-    def _expire(self, keys: Iterable[Key]) -> None:
+    def _remember_expired(self, keys: Iterable[Key]) -> None:
         expired = self._expired
         expired.update(dict.fromkeys(keys))
         if (surplus := len(expired) - self._options.max_known) > 0:
@@ -431,7 +432,7 @@ class RemoteIndex(Generic[P]):
         return entry is not None
 
     def clear(self) -> int:
-        """Invalidate every key of this index. Remote copies stay."""
+        """Invalidate every key of this index, and forget its lookups. Remote copies stay."""
         self._tracker.clear()
         return self._forget_all()
 
@@ -445,7 +446,8 @@ class RemoteIndex(Generic[P]):
         return self._ledger.forget_all() + len(places)
 
     def take_counts(self) -> TierCounts:
-        """Counts since the last call. Ledger operations of found chunks and of expiry are left out."""
+        """Counts since the last call, without the ledger's reservations and commits of found chunks, and without its
+        invalidations of expired chunks."""
         self._poll_events()
         counts = self._ledger.tally.take()
         num_taken_over, self._num_taken_over = self._num_taken_over, 0

@@ -31,8 +31,8 @@ class _TrackedLookup:
     forget_at_s: float
     timeout_s: float = 0.0
     """Seconds from the send to the first deadline."""
-    is_timed: bool = False
-    """True after its first answer was added to the average."""
+    is_measured: bool = False
+    """True after the first answer or the timeout of the lookup was added to the average."""
     is_urgent: bool = True
     """True if a request waits for the lookup. Only such lookups change `answer_s` and `lookup_counts`."""
 
@@ -56,10 +56,10 @@ class LookupTracker:
         self.due_s = math.inf
         """Next time at which `pass_time` has work."""
         self.changes = 0
-        """Number of changes. Part of the index's `generation`."""
+        """Number of changes to the open lookups. Part of the index's `generation`."""
         self.lookup_counts = LookupCounts()
         self.answer_s = FIRST_ANSWER_S
-        """Moving average of the seconds from a lookup to its first answer."""
+        """Moving average of the seconds from a lookup to its first answer. A timeout counts as twice the time limit."""
         self._missing: dict[Key, float] = {}
         """Time until which a key counts as missing. The oldest first."""
         self._answers: dict[LookupAnswer, int] = {}
@@ -102,11 +102,12 @@ class LookupTracker:
     def keys_to_send(
         self, keys: Sequence[Key], deadline_s: float, now_s: float, *, is_urgent: bool = True
     ) -> list[Key]:
-        """Select the keys to look up now: not open, not recently missing, and within `max_open_keys`.
+        """Select the keys to look up now: not open, not recently missing, and within `max_open_keys`. Counts the keys
+        above this limit as timed out.
 
-        An open key keeps the later of both deadlines. An urgent lookup takes its keys from open lookups that are not
-        urgent, and sends them again. A lookup that is not urgent takes keys only from urgent lookups that have timed
-        out; it does not change the deadlines of other urgent lookups.
+        The open lookup of a key gets the later of both deadlines, for all its keys. An urgent lookup takes its keys
+        from open lookups that are not urgent, and sends them again. A lookup that is not urgent takes keys only from
+        urgent lookups that have timed out; it does not change the deadlines of other urgent lookups.
         """
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):
@@ -236,7 +237,8 @@ class LookupTracker:
             self._answers[answer] = self._answers.get(answer, 0) + num_keys
 
     def _record(self, lookup: _TrackedLookup, answer: LookupAnswer, num_keys: int, answered_s: float) -> None:
-        """Count answers. A lookup that timed out was counted already."""
+        """Count answers, and add the first one of a lookup to the moving average. Does nothing for a lookup that has
+        timed out: the timeout counted its keys."""
         if lookup.deadline_s == _LONG_AGO_S:
             return
         if answered_s > lookup.deadline_s:
@@ -244,8 +246,8 @@ class LookupTracker:
         if not lookup.is_urgent:
             self._count(answer, num_keys)
             return
-        if num_keys and not lookup.is_timed:
-            lookup.is_timed = True
+        if num_keys and not lookup.is_measured:
+            lookup.is_measured = True
             took_s = 2 * lookup.timeout_s if answer is LookupAnswer.TIMED_OUT else answered_s - lookup.sent_s
             self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)

@@ -15,11 +15,11 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_open_keys: int = 4096
-    """Limit of keys in open lookups."""
+    """Limit of keys in open lookups, and of remembered missing keys."""
     max_known: int = 65_536
     """Limit of chunks in the index."""
     known_bytes: int = 1 << 40
-    """Limit of the bytes of these chunks on one rank."""
+    """Limit of the bytes of all chunks in the index, on one rank."""
     missing_s: float = 1.0
     """Seconds in which a missing key is not looked up again."""
     forget_after_s: float = 10.0

@@ -6,8 +6,8 @@ each prefix is copied from its beginning, and has no gap if the queue stops. Wai
 primary tier, because new stores are worth more than copies. If a waiting chunk is evicted, the queue drops this chunk
 and the waiting chunks that need it.
 
-If the cascade of a chunk fails, the chunks that need it are dropped if they wait, and invalidated in the secondary tier
-if they are in flight or have arrived.
+If the cascade of a chunk fails with BUSY, it is retried. After another failure, the chunks that need this chunk are
+dropped if they wait, and invalidated in the secondary tier if they are in flight or have arrived.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ class CascadeQueue:
         return _QueueStep.LATER if self._in_flight.num_live[Direction.CASCADE] else otherwise
 
     def _park(self, chunk: _QueuedChunk, needed: Key) -> _QueueStep | MoveResult:
-        """Park a chunk until the key that it needs is queued. Drop it if the key is neither PENDING in the primary tier
-        nor parked."""
+        """Park a chunk while the key that it needs is PENDING in the primary tier or parked. If the key is neither, the
+        chunk is dropped."""
         if needed not in self._parked_keys and self._primary.lookup(needed) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
         self.parked.setdefault(needed, []).append(chunk)
@@ -294,14 +294,14 @@ class CascadeQueue:
         return False
 
     def _on_arrived(self, chunk: _QueuedChunk) -> None:
-        if self._may_still_fail(chunk, self._arrived):
+        if self._may_lose_needed(chunk, self._arrived):
             self._arrived[chunk.key] = chunk
             if len(self._arrived) > self._options.max_cascading:
                 self._trim_arrived()
         elif self._arrived and not self._moving and not self._retries:
             self._arrived.clear()
 
-    def _may_still_fail(self, chunk: _QueuedChunk, arrived: Mapping[Key, _QueuedChunk]) -> bool:
+    def _may_lose_needed(self, chunk: _QueuedChunk, arrived: Mapping[Key, _QueuedChunk]) -> bool:
         """True if the chunk that this chunk needs may still fail."""
         return any(needed in self._moving or needed in arrived or needed in self._keys for needed in chunk.extends[-1:])
 
@@ -309,7 +309,7 @@ class CascadeQueue:
         """Forget arrived chunks that depend on no chunk that can still fail; then the oldest, if too many are left."""
         kept: dict[Key, _QueuedChunk] = {}
         for chunk in sorted(self._arrived.values(), key=lambda each: each.number):
-            if self._may_still_fail(chunk, kept):
+            if self._may_lose_needed(chunk, kept):
                 kept[chunk.key] = chunk
         self._arrived = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
 
@@ -327,7 +327,8 @@ class CascadeQueue:
                 self._secondary.invalidate(each.key)
 
     def time_out(self, before_s: float) -> list[MoveResult]:
-        """Drop all waiting chunks if there was no progress since `before_s`."""
+        """Drop all waiting chunks if there was no progress since `before_s`. Invalidates sent chunks that need a
+        dropped retry."""
         if not self._keys or self.since_s > before_s:
             return []
         dropped = [MoveResult.DROPPED_LATE] * len(self._keys)

@@ -22,7 +22,8 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.moves import Direction
 
 LONG_SHORTAGE_S = 1.0
-"""A backoff of this length or more makes the direction unusable. Callers wait for the end of a shorter backoff."""
+"""A backoff of this length or more after a shortage makes the direction unusable. Callers wait for the end of a shorter
+backoff."""
 _TIER_FAULTS = (FailureReason.IO, FailureReason.CLOSED)
 """Failures of the tier, not only of one chunk."""
 
@@ -84,7 +85,7 @@ class Breaker:
 
     @property
     def backoff_s(self) -> float:
-        """Length of the current backoff, or of the next one."""
+        """Length of the current backoff; while probing, of the last one; while closed, of the next one."""
         return self._backoff_s
 
     @property
@@ -231,7 +232,8 @@ class TierHealth:
         self._update(Direction.PROMOTE, before)
 
     def take_openings(self) -> dict[Direction, int]:
-        """Openings of breakers since the last call, for directions that had any."""
+        """Openings of the breakers of moves and lookups since the last call, for directions that had any. Backoffs
+        after shortages do not count."""
         openings: dict[Direction, int] = {}
         for direction, health in self._directions.items():
             openings[direction] = health.moves.num_openings + health.lookups.num_openings

@@ -39,7 +39,7 @@ class PromotionLease(msgspec.Struct):
     """Farthest tier from which a waiting chunk is promoted, even if another request started the promotion. The nearest
     secondary tier if no chunk is being promoted."""
     failure: LeaseFailure | None = None
-    """If set, no chunk is pinned any more."""
+    """If set, the lease pins no chunk any more."""
 
     @property
     def is_ready(self) -> bool:
@@ -107,7 +107,7 @@ class PromotionLeases:
             self._fail(lease, LeaseFailure.LOST)
 
     def time_out_waiters(self, keys: Iterable[Key]) -> None:
-        """Fail the leases that wait for one of these keys with TIMEOUT."""
+        """Fail the leases that wait for one of these keys. The failure is TIMEOUT."""
         for key in keys:
             waiters = [lease for lease in self.by_owner.values() if key in lease.waiting]
             for lease in waiters:
@@ -115,7 +115,7 @@ class PromotionLeases:
             self._timeouts += len(waiters)
 
     def pass_time(self, now_s: float) -> float:
-        """Fail the leases past their deadline. Returns the next deadline."""
+        """Fail the leases that still wait at their deadline. Returns the next deadline."""
         limit_s, due_s = self.timeout_s, math.inf
         for lease in self.by_owner.values():
             if lease.waiting and now_s - lease.since_s >= limit_s:

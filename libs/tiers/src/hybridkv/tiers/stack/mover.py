@@ -2,6 +2,7 @@
 
 The secondary medium verifies a promoted chunk. The arena seals the chunk with the checksum from the medium, so later
 checks compare with the bytes that were stored first. The checksum of a cascaded chunk must equal the one in its seal.
+If the medium returns no checksum, the arena computes the seal, and a cascaded chunk is not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TierMover:
-    """Runs moves between an arena and secondary media. Makes no decisions. Returns errors of a medium as failures.
+    """Runs moves between an arena and secondary media. Makes no decisions.
 
     Args:
         arena: this rank's part of the primary tier.
@@ -35,7 +36,8 @@ class TierMover:
         self._ended: list[tuple[TierMove, Failure | None, float]] = []
 
     def start(self, moves: Iterable[TierMove]) -> None:
-        """Submit moves. Raises nothing: `poll` returns errors as failures."""
+        """Submit moves. `poll` returns errors as failures. If a medium raises an exception, the exception is logged,
+        and the move ends with its completion or times out."""
         for move in moves:
             ticket = Ticket(move.move_id)
             started_s = self._clock()

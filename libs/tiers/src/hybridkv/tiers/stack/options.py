@@ -14,8 +14,9 @@ class CascadePolicy(enum.StrEnum):
     """Chunks that are copied to a secondary tier."""
 
     ALL = "all"
-    """Every chunk that is stored in the primary tier, and every chunk passed to `TierStack.cascade`. So chunks that
-    were promoted from another tier are copied when they are reused."""
+    """Every chunk that is committed to the primary tier, except the `primary_only` chunks of `TierStack.commit_all`,
+    and every chunk passed to `TierStack.cascade`. So chunks that were promoted from another tier are copied when they
+    are reused."""
     REUSED = "reused"
     """Only chunks found in the primary tier by a request that did not store them."""
     NOTHING = "nothing"
@@ -27,16 +28,18 @@ class SecondaryTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         cascades: policy for the chunks that are copied to the tier.
-        load_timeout_s: time limit of a waiting promotion lease and of a move. The cascade queue is dropped after this
-            time without progress.
-        async_lookup_timeout_s: time limit of an async lookup.
+        load_timeout_s: time limit of a move, and of the cascade queue: the queue is dropped after this time without
+            progress. The longest `load_timeout_s` of all tiers is the time limit of a waiting promotion lease, and of a
+            prefetch.
+        async_lookup_timeout_s: time limit of an async lookup, if it is shorter than `load_timeout_s`.
         promoting_share: limit of the bytes of promotions in flight, as a share of the primary tier's capacity. Includes
-            timed-out promotions from all tiers.
+            timed-out promotions from all tiers; for a lease, does not include prefetches. Without other promotions in
+            flight from the tier, there is no limit.
         cascading_share: limit of the bytes of cascades in flight, as a share of the primary tier's capacity. These
-            bytes cannot be evicted.
+            bytes cannot be evicted. A larger chunk is sent alone, as for `arriving_share`.
         arriving_share: limit of the bytes of cascades in flight, as a share of the secondary tier's capacity. These
             bytes cannot be evicted there, and have no eviction order yet.
-        max_cascading: limit of cascades in flight; smaller than the limit of operations of the secondary medium.
+        max_cascading: limit of cascades in flight. Keep it below the limit of operations of the secondary medium.
         max_prefetching: limit of prefetches in flight. Keep it small: a later promotion for a waiting request is
             executed after them.
         max_waiting: limit of chunks in the cascade queue, about 300 bytes of memory each. If the queue is full, new

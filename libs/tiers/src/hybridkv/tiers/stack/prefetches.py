@@ -95,14 +95,15 @@ class Prefetches:
         """Owners of leases that were refused for lack of room, and a time for each. No prefetch is sent before the last
         of these times."""
         self.most_bytes: float = math.inf
-        """Limit for all prefixes, in addition to the limit of each prefix."""
+        """Second limit of unused prefetched bytes, for every prefix. The smaller limit applies."""
         self._progress_s = 0.0
-        """Time of the last send or arrival."""
+        """Time of the last progress: a send, the end of a promotion, or a prefix added when there was none."""
         self._results: Counter[PrefetchResult] = Counter()
         self._bytes: Counter[PrefetchBytes] = Counter()
 
     def add(self, keys: Sequence[Key], most_bytes: int, now_s: float) -> None:
-        """Add a prefix. `pump` sends its chunks."""
+        """Add a prefix; `pump` sends its chunks. Drops and counts the prefix if too many are in progress. Makes the
+        chunks that are in the primary tier the most recently used."""
         if len(self._prefixes) >= MAX_PREFIXES:
             self.pass_time(now_s)
         if len(self._prefixes) >= MAX_PREFIXES:
@@ -129,7 +130,7 @@ class Prefetches:
             self._end(prefix, PrefetchResult.LATE)
 
     def pump(self, now_s: float) -> None:
-        """Send the chunks that may be sent now."""
+        """Send the chunks that may be sent now. Ends the prefixes that are done, have failed, or take too long."""
         self.pass_time(now_s)
         if self._refused_leases:
             self._refused_leases = {
@@ -184,8 +185,8 @@ class Prefetches:
         return refusal
 
     def _make_room(self, prefix: _PrefixPrefetch, num_bytes: int) -> bool:
-        """Drop unused chunks of other prefixes, the oldest first, until this chunk is within the limits. False if it
-        does not fit."""
+        """Drop unused chunks of other prefixes, the oldest first, until a chunk of this size is within the limits.
+        False if it does not fit, even if some chunks were dropped."""
         cost, most_bytes = self._primary.cost(num_bytes), min(prefix.most_bytes, self.most_bytes)
         if cost > most_bytes:
             return False

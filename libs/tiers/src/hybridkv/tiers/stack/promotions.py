@@ -35,7 +35,8 @@ class Promotions:
         self._pump_new = pump_new
 
     def promote(self, keys: Sequence[Key]) -> Refusal | None:
-        """Promote all of these keys or none, each from the nearest usable tier that holds it."""
+        """Promote all of these keys or none, each from the nearest usable tier that holds it. Returns the reason if
+        none is promoted: PRESENT if no usable tier holds one of the keys."""
         by_tier = self._pin(keys)
         if by_tier is None:
             return Refusal.PRESENT
@@ -50,13 +51,14 @@ class Promotions:
 
     @property
     def is_prefetching(self) -> bool:
-        """True if a prefetch that has not timed out is in flight. It uses space of the primary tier."""
+        """True if a prefetch that has not timed out is in flight, and so uses space of the primary tier."""
         return any(tier.in_flight.num_prefetching for tier in self._tiers)
 
     def prefetch(
         self, key: Key, refusal_of: Callable[[SecondaryTierState, int | None], Refusal | None]
     ) -> int | Refusal:
-        """Prefetch one chunk. Returns its number of bytes, or the reason why it cannot be prefetched now.
+        """Prefetch one chunk. Returns its number of bytes, or the reason why it cannot be prefetched now: PRESENT if no
+        usable tier holds it.
 
         Args:
             key: key of the chunk.

@@ -32,7 +32,7 @@ from hybridkv.tiers.stack.options import CascadePolicy, SecondaryTierOptions
 
 _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 FIRST_READ_S_PER_BYTE = 1e-9
-"""Expected time to promote a byte before the first promotion."""
+"""Expected seconds to promote one byte before the first promotion, and long after the last one."""
 FIRST_READ_BYTES = 1 << 20
 HALF_LIFE_S = 30.0
 NEW_SHARE = 0.25
@@ -126,7 +126,7 @@ class SecondaryTierState:
 
     @property
     def async_lookup_timeout_s(self) -> float:
-        """Deadline of an async lookup, at most `load_timeout_s`."""
+        """Time limit of an async lookup, at most `load_timeout_s`."""
         return min(self._options.async_lookup_timeout_s, self._options.load_timeout_s)
 
     def is_usable(self) -> bool:
@@ -141,7 +141,8 @@ class SecondaryTierState:
         return health.can_promote or health.allows(_PROMOTE, in_flight.num_live[_PROMOTE])
 
     def accepts_lookup(self) -> bool:
-        """True if an async lookup may be sent now."""
+        """True if an async lookup may be sent now. Always False for a tier without async lookups. May report answered
+        and timed-out lookups to the breaker."""
         if not self.index.has_async_lookups or not self.is_usable():
             return False
         if self._lookups and not self.health.allows_lookup(len(self._lookups)):
@@ -149,8 +150,8 @@ class SecondaryTierState:
         return self.health.allows_lookup(len(self._lookups))
 
     def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Send an async lookup. A lookup that cannot be sent counts as unanswered. `hinted`: addresses for
-        `HintedLookups`."""
+        """Send an async lookup. If the index raises an exception, the breaker counts the lookup as timed out. `hinted`:
+        addresses for `HintedLookups`."""
         if not keys:
             return
         index, deadline_s = self.index, now_s + self.async_lookup_timeout_s
@@ -168,7 +169,8 @@ class SecondaryTierState:
         self._context.wake_at(deadline_s)
 
     def has_open_lookups(self) -> bool:
-        """True if a lookup is open: the tier has not answered it, and its deadline has not passed."""
+        """True if a lookup is open: the tier has not answered it, and its deadline has not passed. Reports the other
+        lookups to the breaker."""
         if self._lookups:
             self._check_lookups(self._clock())
         return bool(self._lookups)
@@ -177,7 +179,7 @@ class SecondaryTierState:
         """Report answered and timed-out lookups to the breaker.
 
         One answer counts for every lookup sent before it, since it shows that the tier works. A lookup counts as
-        neither if all its keys were withdrawn.
+        neither if its keys were all withdrawn, or not sent.
         """
         lookups = self._lookups
         while lookups:
@@ -198,8 +200,8 @@ class SecondaryTierState:
     def prefetch_refusal(self, num_bytes: int) -> Refusal | None:
         """Reason why this many bytes cannot be prefetched now. None if they can. `num_bytes` is 0 for an unknown size.
 
-        BUSY while promotions with waiting requests are in flight: they go first. CLOSED if the tier is not usable or is
-        probing: a prefetch is never a probe.
+        BUSY while promotions with waiting requests are in flight, because they go first; during a backoff; and at a
+        limit. CLOSED if promotions are not usable or are probing: a prefetch is never a probe.
         """
         in_flight = self.in_flight
         if not self.health.can_promote:
@@ -232,7 +234,8 @@ class SecondaryTierState:
         self.plan(Direction.CASCADE, key, primary, secondary)
 
     def cascade(self, key: Key, extends: Extends, *, is_reuse: bool) -> None:
-        """Queue a chunk for this tier, if the policy includes the chunk and the tier lacks it."""
+        """Queue a chunk for this tier, if the policy includes the chunk and the tier lacks it. Pumps a full queue
+        first."""
         queue = self.queue
         if queue is not None and (is_reuse or self.is_eager):
             if queue.is_full and queue.has_new:
@@ -257,7 +260,7 @@ class SecondaryTierState:
         return self.queue is not None and self.queue.has_new
 
     def pump(self) -> None:
-        """Send the queued chunks that may be sent now."""
+        """Send the queued chunks that may be sent now. Drops, and counts, chunks that can never be sent."""
         queue = self.queue
         if queue is not None and queue.has_queued:
             for dropped in queue.pump(self._gate, self._clock()):
@@ -285,14 +288,14 @@ class SecondaryTierState:
         self._counts.add(Direction.CASCADE, dropped)
 
     def report(self, move_id: int, outcome: MoveOutcome) -> InFlightMove | None:
-        """Record the outcome of a move on some ranks. When all ranks have reported, updates the index and returns the
-        move, else None."""
+        """Record the outcome of a move on some ranks. When all ranks have reported, updates breakers and index, for a
+        cascade also the primary index, and returns the move; else returns None."""
         in_flight = self.in_flight.report(move_id, outcome)
         if in_flight is None:
             return None
         move, failure, health = in_flight.move, in_flight.failure, self.health
         direction = move.direction
-        # A timed-out move was counted as a failure already.
+        # The breaker has counted a timed-out move as a failure already.
         if (failure is not None or direction in health.degraded) and not in_flight.is_timed_out:
             health.on_move(direction, failure, self._clock())
             self._context.wake_at(health.next_change_s)
@@ -321,8 +324,8 @@ class SecondaryTierState:
 
     @property
     def read_s_per_byte(self) -> float:
-        """Expected seconds to promote one byte of one rank. The weight of a measurement halves every `HALF_LIFE_S`, so
-        a slow tier is tried again."""
+        """Expected seconds to promote one byte of one rank. The weight of the measurements halves in each
+        `HALF_LIFE_S` after the last one, so a slow tier is tried again."""
         share: float = 0.5 ** ((self._clock() - self._measured_s) / HALF_LIFE_S)
         return FIRST_READ_S_PER_BYTE + (self._read_s / self._read_bytes - FIRST_READ_S_PER_BYTE) * share
 

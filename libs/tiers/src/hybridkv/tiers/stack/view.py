@@ -30,7 +30,7 @@ class StackView:
 
     @property
     def generation(self) -> int:
-        """Changes whenever the answer of any lookup may have changed."""
+        """Number that changes whenever the answer of any lookup may have changed."""
         generation = self._primary.generation
         for tier in self._tiers:
             generation += tier.index.generation + tier.timeout_changes + tier.health.revision
@@ -115,15 +115,16 @@ class StackView:
 
     def expected_lookup_times(self) -> tuple[float, float]:
         """Expected seconds from a lookup to its answer, and seconds to promote one byte, of the tier with the shortest
-        answer time. Considers the tiers with open lookups, or all tiers that accept a lookup if there is none."""
+        answer time. Considers the tiers that accept a lookup: those with open lookups, or all if none has one. Both are
+        0 if no tier accepts a lookup."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         tiers = [tier for tier in tiers if tier.has_open_lookups()] or tiers
         return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
 
     def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Start an async lookup in each tier that accepts one. Keys that the primary tier or a usable secondary tier
-        holds are not looked up. Each tier has its own deadline: a key without an answer counts as missing after it.
-        `hinted`: addresses for `HintedLookups`."""
+        """Start an async lookup in each tier that accepts one. Leaves out keys that a tier holds or is storing, and
+        keys of timed-out promotions. Each tier has its own deadline: a key without an answer counts as missing after
+        it. `hinted`: addresses for `HintedLookups`."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         if not tiers:
             return

@@ -118,7 +118,8 @@ def is_sealed(seals: Seals, name: str, data: bytes) -> bool:
 
 
 def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> list[ManifestNode] | None:
-    """Decode the path of a manifest. None unless this fleet wrote it under this name for this number of ranks."""
+    """Decode the path of a manifest. None unless this fleet wrote it under this name, in this version, for this number
+    of ranks."""
     if not is_sealed(seals, name, data):
         return None
     try:

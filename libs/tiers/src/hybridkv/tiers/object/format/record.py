@@ -83,8 +83,8 @@ def parse_header(header: bytes) -> RecordHead | None:
 
 
 def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> bytes | Failure:
-    """Check that a header belongs to a chunk. Returns the expected checksum. The seal is checked later, with the bytes,
-    by `check_seal`."""
+    """Check that a header belongs to a chunk. Returns the expected checksum, or a failure. The seal is checked later,
+    with the bytes, by `check_seal`."""
     if len(header) < HEADER_BYTES:
         return Failure(FailureReason.MISSING, f"{place.object_name} ends before {place.offset}")
     magic, rank, key_bytes, _, stored_bytes, checksum, stored_key = _HEAD.unpack_from(header)

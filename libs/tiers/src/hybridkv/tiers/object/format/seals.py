@@ -1,7 +1,8 @@
 """Seals: authentication of objects in a shared store.
 
-Without a secret, a seal detects accidental changes of headers. With a secret, a seal is keyed BLAKE3 and also covers
-the bytes of chunks: an attacker without the secret cannot create a seal, or move an object to another name.
+Without a secret, a seal detects accidental changes of headers, manifests and epoch marks. With a secret, a seal is
+keyed BLAKE3 and also covers the bytes of chunks: an attacker without the secret cannot create a seal, or move an object
+to another name.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def next_epoch(epoch: int, now_s: float) -> int:
 
 
 async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) -> int:
-    """Read the mark of the current epoch. 0 if there is no valid mark.
+    """Number of the current epoch, read from its mark. 0 if there is no valid mark.
 
     Raises:
         Exception: (obstore) the request failed.
@@ -59,7 +59,7 @@ async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> Non
 
 
 class EpochTracker:
-    """Tracks the current epoch of a cache, and if the store can be written.
+    """Tracks the current epoch of a cache, and whether the store can be written.
 
     Args:
         stored_cache: the cache in the store.
@@ -79,7 +79,8 @@ class EpochTracker:
         self._on_changed = on_changed
         self._epoch = 0
         self.namespace: str | None = None
-        """Namespace of new packs. A reset changes it at once, on the engine's thread."""
+        """Namespace of new packs; None until the store was reached. A reset changes it at once, on the engine's
+        thread."""
         self.manifest_namespace: str | None = None
         """Namespace of manifests. Changes in the step of the loop that forgets the old epoch."""
         self._lock = threading.Lock()

@@ -44,7 +44,7 @@ class StoreLoop:
             self._loop.call_soon_threadsafe(call)
 
     def close(self, timeout_s: float) -> None:
-        """Close. Writes get `timeout_s` to finish; other tasks are cancelled."""
+        """Close. Writes get `timeout_s` to finish; then all tasks are cancelled."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -77,7 +77,7 @@ class StoreLoop:
         return await asyncio.wrap_future(self._pool.submit(call, *arguments))
 
     def log_failure(self, action: str, error: Exception) -> None:
-        """Log a failed request: as a warning, but at debug level if the previous request failed too.
+        """Log a failed request: as a warning, but at debug level if `succeeded` was not called since the last failure.
 
         Args:
             action: action that failed, as a past participle such as "read".

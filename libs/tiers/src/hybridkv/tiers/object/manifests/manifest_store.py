@@ -79,7 +79,8 @@ class ManifestStore:
         return self._epochs.takes_objects
 
     def open(self) -> None:
-        """Wait for the check of the store, for `opening_timeout_s` at most. The check continues after that.
+        """Start to follow the epochs, and to sweep a limited directory. Waits for the check of the store, for
+        `opening_timeout_s` at most; the check continues after that.
 
         Raises:
             TierConfigurationError: the store lacks a needed feature, or denies access.

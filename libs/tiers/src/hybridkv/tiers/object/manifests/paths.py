@@ -84,8 +84,8 @@ class Paths:
         return [prefix for prefix in prefixes if prefix not in followed or is_manifest_point(prefix, manifest_every)]
 
     def up_to(self, prefix: bytes) -> list[ManifestNode] | None:
-        """The stored chunks of a path, from its beginning to this prefix. None if a needed part is unknown: a manifest
-        with a gap would block a complete one."""
+        """The stored chunks of a path, from its beginning to this prefix. None if a prefix of the path or a
+        needed part is unknown: a manifest with a gap would block a complete one."""
         path: list[ManifestNode] = []
         seen: set[bytes] = set()
         while prefix != _BEGINNING:
@@ -107,7 +107,7 @@ class Paths:
                 step.needed |= {tag_of(key)}
 
     def manifest_prefixes_between(self, prefix: bytes, last: bytes, manifest_every: int) -> list[bytes]:
-        """Prefixes with manifests from `prefix` to `last`, both included, in reverse order."""
+        """`last`, and the manifest points before it, down to `prefix` or to the first unknown prefix."""
         ends = [last]
         at = self._steps.get(last)
         for _ in range(len(self._steps)):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 64
-"""Concurrent requests of the scheduler to the store."""
+"""Limit of concurrent reads and writes of manifests, without renewals."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -108,9 +108,10 @@ class ManifestReader:
         self._options = options
         self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(MAX_REQUESTS)
-        """Limits concurrent requests to the store."""
+        """Limits concurrent reads and writes of manifests."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_open_keys, options.bad_s, clock)
-        """ETag of the version that is not read again, by object name. Empty if the store has no ETags."""
+        """ETag of the version that is not read again, by object name. Empty if the store has no ETags; then the object
+        is read again."""
         self._bad_places: Quarantine[tuple[str, int], bool] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """Places with wrong or missing bytes, by pack and offset."""
 
@@ -141,7 +142,8 @@ class ManifestReader:
         return path if is_all_in(path, name.partition("/")[0]) else None
 
     async def read(self, name: str, *, is_again: bool = False) -> ObjectBody | None:
-        """Read a manifest. None if there is none with a valid seal.
+        """Read a manifest. None if it is missing, has no valid seal, or is a version that was found bad before. Trusts
+        or distrusts the version that was read.
 
         Args:
             name: name of the object.

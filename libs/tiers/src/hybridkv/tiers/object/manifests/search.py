@@ -82,11 +82,11 @@ def _spread(low: int, high: int, number: int) -> list[int]:
 
 @dataclass(slots=True)
 class _ManifestSearch:
-    """One search. Keeps the last manifest that it read."""
+    """One search. Keeps the manifest with the longest prefix that was read, if it is within the size limit."""
 
     namespace: str
     place: int = -1
-    """Position of the prefix of `body` among the searched prefixes."""
+    """Position of the longest prefix with a read manifest, among the searched prefixes."""
     body: ObjectBody | None = None
 
 

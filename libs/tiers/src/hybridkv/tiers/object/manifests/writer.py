@@ -23,7 +23,7 @@ from hybridkv.tiers.object.packs import PackPlace, Stored
 logger = logging.getLogger(__name__)
 
 MAX_UNPUBLISHED = 1024
-"""Limit of path ends that have no manifest yet."""
+"""Limit of path ends whose manifest is not written yet."""
 
 
 class ManifestWriter:
@@ -57,7 +57,8 @@ class ManifestWriter:
         self._loop = loop
         self._paths = Paths(MAX_NODES)
         self._unpublished: dict[bytes, None] = {}
-        """Ends of paths without a manifest yet: an earlier part is unknown, or the write failed. The oldest first."""
+        """Ends of paths to write a manifest for: an earlier part is unknown, the write failed, or the manifest lists a
+        bad place. The oldest first."""
         self.num_duplicates = 0
         """Number of chunks that this engine stored although another engine had stored them, since the start."""
 
@@ -111,7 +112,7 @@ class ManifestWriter:
 
         data = encode_manifest(self._seals, name, self._world_size, path)
         if len(data) > self._options.manifest_bytes or sum(len(node.parts) for node in path) > MAX_PARTS:
-            logger.debug("a path of %d chunks is too long for a manifest", len(path))
+            logger.debug("a path of %d prefixes is too long for a manifest", len(path))
             return
         try:
             try:
@@ -131,7 +132,10 @@ class ManifestWriter:
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
         """True if this path should replace the existing manifest: the manifest is invalid; or it lists no chunk that
-        this path lacks, and lists a bad place or fewer chunks. A manifest of another version is kept."""
+        this path lacks, and lists a bad place or fewer chunks. A manifest of another version is kept.
+
+        Counts the chunks of `own` that another engine had stored, and removes them from `own`.
+        """
         body = await self._reader.read(name, is_again=True)
         standing = None if body is None else self._reader.decoded(name, prefix, body)
         if standing is None:
