@@ -60,13 +60,15 @@ class LeaseSlots:
         self._last = [NO_NONCE] * max_leases
         self._issued: dict[str, Lease] = {}
         self.refused = 0
-        """Number of `issue` calls without a free slot. Blocks of such a request are neither held nor offered."""
+        """Number of `issue` calls without a free slot. Blocks of a request without a lease are neither held nor
+        offered."""
 
     def __len__(self) -> int:
         return len(self._issued)
 
     def issue(self, request_id: str) -> Lease | None:
-        """Returns the request's lease, the same on each call. If no slot is free: None, counted in `refused`."""
+        """Returns the request's lease, the same on each call until `retire`. If no slot is free, returns None and
+        counts in `refused`."""
         known = self._issued.get(request_id)
         if known is not None:
             return known
@@ -84,7 +86,7 @@ class LeaseSlots:
         return self._issued.get(request_id)
 
     def retire(self, request_id: str) -> bool:
-        """Frees the slot after every rank has ended the lease. False if the request has no lease."""
+        """Frees the request's slot. Call it after every rank has ended the lease. False if the request has no lease."""
         lease = self._issued.pop(request_id, None)
         if lease is None:
             return False
@@ -205,7 +207,8 @@ class Leases:
         """Starts the lease time of a finished request with held blocks.
 
         Returns:
-            False if the request has no open lease: do not hold its blocks, because no peer may read them.
+            False if the request has no lease: do not hold its blocks, because no peer may read them. Also False if the
+            lease time has started already; then nothing changes.
         """
         state = self._states.get(request_id)
         if type(state) is not _Open:
