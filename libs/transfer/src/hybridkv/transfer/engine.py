@@ -32,7 +32,8 @@ class CopyResult:
     """Copied bytes: 0, or all bytes of the job. Also all bytes if only `after` failed."""
     seconds: float
     """Duration, from the start of the job (or the end of the previous job, if later) to its end. Includes the hooks and
-    the making of runs, not the time in the queue. 0 if the job did not begin, or if a copy on the CPU raised."""
+    the making of runs, not the time in the queue. 0 if the job did not begin, or if the copy of an inline
+    engine or a CPU engine raised."""
 
 
 @dataclass(slots=True, eq=False)

@@ -124,7 +124,7 @@ class ControlLoop:
         return listener.address
 
     def connect(self, host: str, port: int, expected_peer: str | None, handlers: Handlers) -> LinkId:
-        """Starts a connection. `opened` or `closed` follows within `handshake_timeout_s`.
+        """Starts a connection. `opened` or `closed` follows within about 1.25 * `handshake_timeout_s`.
 
         `expected_peer` is the name that the peer must have; None accepts any peer that has the secret.
         """
