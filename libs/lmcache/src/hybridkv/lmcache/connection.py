@@ -326,7 +326,7 @@ class Connection:
             logger.exception("a task for LMCache's server failed")
 
     def _send_heartbeat(self, ready: Ready) -> bool:
-        """Registers this process again and pings the server. True if the server answers both calls."""
+        """Registers this process's memory again, if any, and pings the server. True if the server answers all calls."""
         # A server drops the registration of an idle process, so repeat it. A repeated registration has no other effect.
         if ready.registration is not None and isinstance(
             self._call(ready.codec.register(ready.registration)), CallFailure
