@@ -165,7 +165,7 @@ def refusals() -> dict[str, tuple[Case, str]]:
         ),
         "tensors of a layer that overlap": (Case({"a": [low, high]}, [[LayerLayout("a", 1200)]]), "same bytes twice"),
         "a tensor given twice": (Case({"a": [low, low]}, [[LayerLayout("a", 1200)]]), "same bytes twice"),
-        "a storage that is too short": (Case({"a": [short]}, [[LayerLayout("a", 2304)]]), "leave its"),
+        "a storage that is too short": (Case({"a": [short]}, [[LayerLayout("a", 2304)]]), "exceed the storage"),
         "undeclared gaps": (gaps, "not contiguous"),
         "no blocks": (Case({"a": [low]}, [layers[:1]], 0), "num_blocks"),
     }

@@ -19,7 +19,7 @@ from hybridkv.transfer import CopyEngine, CopyEngineError, CopyRuns, JobId
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryKind
 from hybridkv.transfer.cuda.device import NUM_PARTS
 from hybridkv.transfer.cuda.engine import KernelCopies
-from hybridkv.transfer.gpu import MAX_IN_FLIGHT
+from hybridkv.transfer.gpu import MAX_WAITING_JOBS
 
 ENGINES = (CudaCopyEngine, InlineCudaCopyEngine)
 
@@ -246,15 +246,15 @@ def test_few_jobs_are_enqueued_before_the_first_has_ended() -> None:
     rig = CopyRig(engine, device)
     device.compute.happened.clear()
     begun: list[int] = []
-    for number in range(2 * MAX_IN_FLIGHT):
+    for number in range(2 * MAX_WAITING_JOBS):
         runs = rig.stores(512, 20) if number == 0 else CopyRuns.empty()
         engine.submit(JobId(number), runs, before=lambda number=number: begun.append(number))  # type: ignore[misc]
     assert device.is_stuck.wait(TIMEOUT_S)
     assert not engine.wait([JobId(0)], 0.05)
-    assert len(begun) <= MAX_IN_FLIGHT + 2  # one is waited for, and one waits for its place
+    assert len(begun) <= MAX_WAITING_JOBS + 2  # one is waited for, and one waits for its place
     device.compute.happened.set()
-    assert engine.wait([JobId(2 * MAX_IN_FLIGHT - 1)], TIMEOUT_S)
-    assert begun == [*range(2 * MAX_IN_FLIGHT)]
+    assert engine.wait([JobId(2 * MAX_WAITING_JOBS - 1)], TIMEOUT_S)
+    assert begun == [*range(2 * MAX_WAITING_JOBS)]
     engine.close()
 
 

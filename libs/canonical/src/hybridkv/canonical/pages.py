@@ -1,10 +1,11 @@
 """Pages of a group as numbers: addresses in memory and offsets in a stored chunk. No tensors, no torch.
 
-The page of a layer is one region, or several if its bytes are not contiguous. The pages of a region have a fixed
-stride. A stored chunk is block-major: all pages of its first block, layer by layer, then those of the next block. So
-some adjacent blocks of a chunk are one byte range, and a block is one run if the engine stores all its layers together.
-Each page starts at a multiple of `PAGE_ALIGN_BYTES`. The gap before the next page contains zeros, which the writer of
-the chunk writes (`GroupPages.padding`). The engine's own padding is not stored.
+A region has, for every block, the page of a layer or one contiguous part of that page, at a fixed stride. A layer has
+several regions if the bytes of its page are not contiguous. A stored chunk is block-major: all pages of its first
+block, layer by layer, then those of the next block. So consecutive blocks of a chunk are one byte range, and a block is
+one run if the engine stores all its layers together without gaps. Each page starts at a multiple of `PAGE_ALIGN_BYTES`.
+The gap before the next page contains zeros, which the writer of the chunk writes (`GroupPages.padding`). The engine's
+own padding is not stored.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,12 @@ class LayerLayout(NamedTuple):
 
     Args:
         name: the engine's name of the layer.
-        page_bytes: bytes of one block without padding.
+        page_bytes: bytes of this layer in one block, without padding.
         block_dim: dimension of blocks: 1 for split K/V, (2, blocks, ...). It is not inferred from a size of 2.
         interleaved: True if bytes of other layers lie between those of this layer within a block (heads before layers).
             Otherwise such gaps are an error, because a sliced tensor looks the same.
-        token_dim: dimension of the tokens of a block. With it the order of bytes in a page does not depend on whether
-            the engine splits blocks into kernel blocks.
+        token_dim: dimension of the tokens of a block, if known. If it is set, the order of bytes in a page does not
+            depend on whether the engine splits blocks into kernel blocks.
     """
 
     name: str
@@ -45,12 +46,12 @@ class LayerLayout(NamedTuple):
 
 
 class PageRegion(NamedTuple):
-    """Region with one page of every block.
+    """Region with the page of every block, or with one contiguous part of that page.
 
     Args:
-        address: address of the page of block 0.
-        stride_bytes: distance between the pages of adjacent blocks.
-        page_bytes: bytes of a page without padding.
+        address: address of the page, or part, of block 0.
+        stride_bytes: distance from one block to the next.
+        page_bytes: bytes of the page, or part, without padding.
     """
 
     address: int
@@ -66,7 +67,8 @@ class GroupPages:
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        ValueError: there is no page, a layer has no region, or a page does not fit its stride.
+        ValueError: there is no page, a layer has no region, `num_blocks` is not positive, or the `page_bytes` of a
+            region are not positive or exceed its stride.
     """
 
     def __init__(self, pages: Sequence[Sequence[PageRegion]], num_blocks: int) -> None:
@@ -92,7 +94,7 @@ class GroupPages:
         self._padding_sizes = (taken - content)[is_padded]
 
     def addresses(self, block_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
-        """Addresses and sizes of the pages of some blocks, in the order of a stored chunk.
+        """Addresses and sizes of some blocks in each region, in the order of a stored chunk.
 
         Args:
             block_ids: n blocks of this group.
@@ -114,7 +116,7 @@ class GroupPages:
         return addresses.reshape(-1), np.tile(self._sizes, ids.size)
 
     def chunk_offsets(self, first_block: int, num_blocks: int, stored_blocks: int) -> Int64Array:
-        """Offsets of the pages of some blocks within a stored chunk, ascending, in the order of `addresses`.
+        """Offsets within a stored chunk for some blocks and each region, ascending, in the order of `addresses`.
 
         Args:
             first_block: index of the first block among the stored blocks of the chunk.

@@ -15,12 +15,12 @@ import numpy as np
 from hybridkv.canonical.pages import LayerLayout, PageRegion
 
 MAX_REGIONS = 4096
-"""Limit of the regions of one layer in a kernel block. A view with more regions is not suitable for storage.
+"""Limit of the regions of one tensor in a kernel block. A tensor with more regions is not suitable for storage.
 The number of kernel blocks per block has no limit."""
 
 
 class LayoutError(ValueError):
-    """The bytes of a KV tensor cannot be addressed by block, so it cannot be stored."""
+    """KV tensors do not have the described layout, or their bytes cannot be addressed by block or token."""
 
 
 class Strides(NamedTuple):
@@ -43,13 +43,13 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
     """Regions of a tensor's pages, outermost dimension first.
 
     Args:
-        layer: layout facts: the dimension of blocks, and whether pages can have gaps.
+        layer: layout facts: the dimensions of blocks and tokens, and whether pages can have gaps.
         tensor: tensor of the layer. Its block dimension counts blocks, or several kernel blocks per block.
         num_blocks: blocks in the engine's pool.
 
     Raises:
         LayoutError: the size of the block dimension is not a multiple of `num_blocks`, a page has gaps without
-            `interleaved`, or blocks or regions share bytes.
+            `interleaved` or more than `MAX_REGIONS` regions, or blocks or regions share bytes.
     """
     inner, block_stride = _dims_of_block(layer, tensor, num_blocks)
     run, rest = _dense_end(inner)
@@ -59,7 +59,7 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
             f"{layer.name}: the bytes of a block are not contiguous: shape {tensor.shape}, stride {tensor.strides}; "
             "if bytes of other layers lie between them (BHLNC), set interleaved"
         )
-    run, rest = _dense_end(_without_kernel_blocks(layer, tensor, num_blocks, inner))
+    run, rest = _dense_end(_in_unsplit_order(layer, tensor, num_blocks, inner))
     split = (tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim])
     if _count([dim for dim in rest if dim != split]) > MAX_REGIONS:
         raise LayoutError(f"{layer.name}: a page consists of more than {MAX_REGIONS} regions: {tensor}")
@@ -165,10 +165,13 @@ def _dense_end(inner: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, i
     return run, rest
 
 
-def _without_kernel_blocks(
+def _in_unsplit_order(
     layer: LayerLayout, tensor: Strides, num_blocks: int, inner: Sequence[tuple[int, int]]
 ) -> Sequence[tuple[int, int]]:
-    """Dimensions in the order of an unsplit block: the dimension of kernel blocks directly before the tokens."""
+    """Dimensions in the order of an unsplit block: the dimension of kernel blocks directly before the tokens.
+
+    Unchanged if there is one kernel block per block, or if `token_dim` is None.
+    """
     kernel_blocks, kernel_stride = tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim]
     if kernel_blocks == 1 or layer.token_dim is None:
         return inner
@@ -245,7 +248,8 @@ def _share_a_byte(a: PageRegion, b: PageRegion, num_blocks: int) -> bool:
 
 
 def merge_adjacent(regions: Sequence[PageRegion]) -> list[PageRegion]:
-    """Join each region that starts, in every block, at the end of the previous region."""
+    """Join each region that starts, in every block, at the end of the previous region, if both together fit the
+    stride."""
     merged: list[PageRegion] = []
     for region in regions:
         last = merged[-1] if merged else None

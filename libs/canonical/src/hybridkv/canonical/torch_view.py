@@ -108,8 +108,9 @@ def canonical_kv_caches(
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        LayoutError: a layer is missing or is not a strided tensor, its size does not match `num_blocks` pages, the
-            bytes of a block are not contiguous, a group would contain a byte twice, or a view would exceed the storage.
+        LayoutError: `num_blocks` is not positive, a layer is missing or is not a strided tensor, its size does not
+            match `num_blocks` pages, `page_regions` refuses its layout, a group would contain a byte twice, or a view
+            would exceed the storage.
     """
     if num_blocks <= 0:
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
@@ -146,6 +147,7 @@ def token_pages(
 
     Raises:
         LayoutError: the tokens of a block cannot be addressed, or have unequal sizes.
+        ValueError: there are no layers.
     """
     pages: list[list[PageRegion]] = []
     found: set[_PageBase] = set()
@@ -266,7 +268,7 @@ def _tensor_pages(layer: LayerLayout, tensor: torch.Tensor, num_blocks: int) -> 
         if region_end(page, num_blocks) > storage.data_ptr() + storage.nbytes():
             raise LayoutError(
                 f"{layer.name}: {num_blocks} pages from byte {page.address - storage.data_ptr()} "
-                f"leave its {storage.nbytes()} bytes"
+                f"exceed the storage of {storage.nbytes()} bytes"
             )
     return pages
 

@@ -25,10 +25,11 @@ _MEANINGS = {
 
 
 def diff(mine: Fingerprint, other: Fingerprint) -> tuple[str, ...]:
-    """List every field in which two fingerprints differ, in words. Empty exactly if the digests are equal.
+    """List the fields in which two fingerprints differ, in words. Empty exactly if the digests are equal.
 
-    For example `groups[1].block_tokens (tokens in a block): 16 is not 32`. Groups are matched by their layers, in any
-    order, and named by their index in `mine`; layers are matched by name. Entries of only one side are listed as such.
+    For example `groups[1].block_tokens (tokens in a block): 16 is not 32`. Groups are matched by common layers, the
+    rest in order, and named by their index in `mine`; layers are matched by name. Entries of only one side are listed
+    as such, except a fact below another differing fact.
     """
     return tuple(_diff_fields("", mine, other))
 

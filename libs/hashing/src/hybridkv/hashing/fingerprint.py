@@ -29,7 +29,8 @@ class LayerFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Kind, block size and layers of one KV cache group. The group's index in the engine is not part of it."""
+    """Kind, block size, window, alignment, lookahead and layers of one KV cache group, without its index in the
+    engine."""
 
     kind: str
     block_tokens: int
@@ -48,8 +49,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """All facts of a model and its engine that determine the stored bytes.
 
     Args:
-        facts: dotted name to canonical text. Long or secret texts are replaced by digests, because facts are written
-            beside the chunks and into logs.
+        facts: dotted name to canonical text. The caller replaces long or secret texts by digests, because facts are
+            written beside the chunks and into logs.
         chunk_tokens: tokens per chunk.
         hash_algorithm: algorithm of the block hashes from which keys are derived.
         tensor_parallel_size: number of ranks that share a layer.
@@ -76,7 +77,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         """Inverse of `encode`. Groups are sorted by digest.
 
         Raises:
-            ValueError: the bytes are not a fingerprint, or have fields that this release does not know.
+            ValueError: the bytes are not the canonical encoding of a fingerprint by this release. Unknown or missing
+                fields, or another order, are errors.
         """
         try:
             found = msgspec.msgpack.decode(data, type=Fingerprint)

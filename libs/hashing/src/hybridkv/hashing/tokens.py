@@ -29,15 +29,16 @@ class TokenHashes:
     """Chain of prefix hashes over the token ids of a request. Keeps the hashes.
 
     A hash is the keyed BLAKE3 of its parent (zeros for the first), the token ids of the block as 32-bit little-endian
-    numbers and, if present, the 64-bit length of the extra content and that content. The key includes `block_tokens`.
+    numbers and, if present, the 64-bit length of the extra content and that content. The BLAKE3 key is derived from
+    `identity` and `block_tokens`.
 
     Args:
         block_tokens: tokens per hash.
         extra: `extra(start, end)` returns the other inputs of these tokens as bytes (adapter, cache salt, multimodal
-            input), or b"". It is called once per block, and must not change for unchanged tokens. None if no token has
-            other inputs.
-        identity: bytes that separate chains of different caches; `ChunkKeys.token_hashes` passes the fingerprint's
-            digest.
+            input), or b"". Called each time a block is hashed; its result must not change for unchanged tokens. None
+            if no token has other inputs.
+        identity: bytes that separate chains of different caches; `ChunkKeys.token_hashes` passes a digest of the
+            fingerprint and the adapter.
 
     Raises:
         ValueError: `block_tokens` is not positive.

@@ -1,7 +1,8 @@
 """Channel: the thread that sends calls to one server and receives answers, with a deadline for each call.
 
 Other threads queue calls, up to a limit, and never wait. Each call ends once: with its answer, at its deadline, or when
-the connection is dropped. A late answer is still reported, because the pages of the call are in use until it comes.
+the connection is dropped or closed. A late answer is still reported, because the pages of the call are in use until the
+answer comes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _BATCH = 256
 _RECONNECT_S = 0.5
 """Pause between attempts to create a socket, in seconds, if files or memory have run out."""
 MAX_CALLS = 4096
-"""Maximum open calls; further calls fail with BUSY."""
+"""Maximum open calls and timers that continue an operation; further calls fail with BUSY."""
 MAX_LATE = 4096
 """Maximum calls past their deadline with a pending `on_late`; one more drops the oldest of them."""
 
@@ -52,13 +53,15 @@ class _OpenCall:
 class Channel:
     """ZMQ connection to a server. A dropped connection is opened again.
 
-    Callbacks of calls and of `after` run on the channel's thread and must not block.
+    Callbacks of calls and of `after` must not block. They run on the channel's thread; after its end, on the thread of
+    the caller.
 
     Args:
         host: host of the server's ZMQ side.
         port: port of the server's ZMQ side.
         clock: returns seconds.
-        on_cut: called on the channel's thread after a disconnect, when all calls in flight have ended with LOST.
+        on_cut: called on the channel's thread after a disconnect or a failed send, when all calls in flight have ended
+            with LOST. Not called after `drop`.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Channel:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._num_open = 0
-        """Calls that have not ended."""
+        """Calls, and timers that continue an operation, that have not ended."""
         self._is_closing = False
         self._is_over = False
         """The thread runs no more commands."""
@@ -103,9 +106,10 @@ class Channel:
         on_end: Callable[[CallResult[T]], None],
         on_late: Callable[[], None] | None = None,
     ) -> None:
-        """Sends a call. `on_end` is called exactly once, on the channel's thread.
+        """Sends a call. `on_end` is called exactly once.
 
-        `on_late` is called if the answer comes after an `on_end` with TIMEOUT.
+        `on_late` is called if the answer comes after an `on_end` with TIMEOUT. It is not called if the connection is
+        dropped or closed before, or if more than `MAX_LATE` later calls time out.
         """
         reason = self._begin()
         if reason is not None:
@@ -148,11 +152,11 @@ class Channel:
 
     @property
     def num_open(self) -> int:
-        """Calls that have not ended."""
+        """Number of calls, and of timers that continue an operation, that have not ended."""
         return self._num_open
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until every call and its callbacks have ended. Returns False after `timeout_s`."""
+        """Waits until `num_open` is 0: every call and its callbacks have ended. Returns False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 MAX_TASKS = 256
 CLOSE_S = 2.0
-"""Maximum duration of `Connection.close`, in seconds."""
+"""Default timeout of `Connection.close`, in seconds."""
 _END_S = 0.5
 
 
@@ -178,7 +178,7 @@ class Connection:
         return self._state
 
     def check_registration(self) -> None:
-        """Sends a heartbeat now. A heartbeat registers this process again."""
+        """Makes the connection's thread send a heartbeat now. A heartbeat registers this process again."""
         with self._changed:
             self._is_check_due = True
             self._changed.notify_all()
@@ -303,7 +303,8 @@ class Connection:
         return chunk_tokens
 
     def _watch(self, ready: Ready) -> str:
-        """Sends heartbeats until the server is down. Returns the reason."""
+        """Sends heartbeats and runs tasks until the server is down, the connection is cut, or this side closes. Returns
+        the reason."""
         missed = 0
         while True:
             self._pause(self._options.beat_s, lambda: self._is_check_due or self._is_cut or bool(self._tasks))
@@ -314,7 +315,7 @@ class Connection:
             self._is_check_due = False
             if self._tasks:  # one task per heartbeat: tasks are slow, and heartbeats must continue
                 self._run_task(self._tasks.popleft(), ready)
-            missed = 0 if self._answers_heartbeat(ready) else missed + 1
+            missed = 0 if self._send_heartbeat(ready) else missed + 1
             if missed >= self._options.max_missed_beats:
                 return f"{missed} heartbeats without an answer"
 
@@ -324,7 +325,8 @@ class Connection:
         except Exception:
             logger.exception("a task for LMCache's server failed")
 
-    def _answers_heartbeat(self, ready: Ready) -> bool:
+    def _send_heartbeat(self, ready: Ready) -> bool:
+        """Registers this process's memory again, if any, and pings the server. True if the server answers all calls."""
         # A server drops the registration of an idle process, so repeat it. A repeated registration has no other effect.
         if ready.registration is not None and isinstance(
             self._call(ready.codec.register(ready.registration)), CallFailure

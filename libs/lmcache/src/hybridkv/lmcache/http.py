@@ -31,10 +31,11 @@ class HttpAddress:
 
 
 def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Any:
-    """Sends a GET and decodes the JSON answer. Takes at most `timeout_s`, also if bytes arrive slowly.
+    """Sends a GET and decodes the JSON answer. The connect takes at most `timeout_s` for each address of the host, and
+    the answer at most `timeout_s`, also if bytes arrive slowly.
 
     Raises:
-        HttpError: no answer in time, not JSON, or too long.
+        HttpError: no answer in time, a status other than 200, not JSON, or too long.
     """
     status, body = _request(address, "GET", path, b"", timeout_s, clock)
     if status != http.client.OK:

@@ -36,7 +36,8 @@ def prefix_words(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
 
 
 def page_identity(digest: bytes, group: int, block: int) -> bytes:
-    """Identity of the page of one block. `digest` identifies the prefix up to the end of the block's chunk."""
+    """Identity of the page of one block. `digest` identifies the prefix up to the end of the block's chunk, and `block`
+    is the index of the block in this chunk."""
     content = len(digest).to_bytes(2, "little") + digest + group.to_bytes(4, "little") + block.to_bytes(8, "little")
     return hashlib.blake2b(content, digest_size=IDENTITY_BYTES, person=b"hybridkv page 1").digest()
 

@@ -52,7 +52,7 @@ class PrefixHit:
     Args:
         prefix: requested prefix.
         rank: rank of the part; None for all ranks.
-        num_chunks: chunks of the prefix after which every group can resume.
+        num_chunks: number of leading chunks; every group can resume after the last of them.
         session: session that holds the locks. No locks are held if `num_chunks` is 0.
     """
 
@@ -79,13 +79,13 @@ class LookupHandle:
     def __init__(self, until_s: float, give_back: Callable[[PrefixHit], None]) -> None:
         self.until_s = until_s
         self.ended: CallResult[PrefixHit] | None = None
-        """Result; None until the answer."""
+        """Result; None until the lookup has ended."""
         self.is_dropped = False
         self._give_back = give_back
         self._lock = threading.Lock()
 
     def end(self, ended: CallResult[PrefixHit]) -> None:
-        """Records the result."""
+        """Records the result. Releases its locks if the caller has dropped the lookup."""
         with self._lock:
             self.ended = ended
             is_dropped = self.is_dropped
@@ -108,7 +108,7 @@ class LookupHandle:
 
 
 class OperationCounts(msgspec.Struct, frozen=True):
-    """Counts of operations since the start."""
+    """Counts of ended operations since the start. Stores and retrieves that end before their call are not counted."""
 
     lookups: int = 0
     found: int = 0
@@ -137,7 +137,8 @@ class Pages:
 
 
 class Operations:
-    """Operations at one server. For any thread. Callbacks run on the channel's thread and must not block.
+    """Operations at one server. For any thread. Callbacks must not block. They run on the channel's thread, or on the
+    caller's thread before the operation returns, if the server is not usable or the pages are void.
 
     Args:
         connection: connection to the server; not closed by this class.
@@ -253,7 +254,7 @@ class Operations:
     def confirm(
         self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[CallResult[None]], None]
     ) -> None:
-        """Polls until the whole prefix is readable or the time is up."""
+        """Polls until the whole prefix is readable, a lookup fails, or the time is up."""
         until_s = self._clock() + timeout_s
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
@@ -357,7 +358,10 @@ class Operations:
     def _free(
         self, found: PrefixHit, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Releases the locks of some chunks, then ends the session."""
+        """Releases the locks of some chunks, ends the session and calls `then`.
+
+        If the server is not usable, only the session is ended, later.
+        """
         ready = self._connection.ready
         if ready is None or not found.num_chunks:
             if found.num_chunks:

@@ -31,7 +31,7 @@ class PageState(enum.StrEnum):
     ABSENT = "absent"
     """No page was stored: the null block, or nothing written."""
     FOREIGN = "foreign"
-    """A valid page with another identity."""
+    """A valid page with another identity or payload size."""
     CORRUPT = "corrupt"
     """The bytes differ from the sealed bytes."""
 

@@ -37,7 +37,7 @@ _INSTANCE_BITS = 62
 
 
 class SharedMemory:
-    """One segment of shared memory with a name.
+    """One segment of shared memory with a name. Before it is created, `sweep` removes segments of crashed processes.
 
     Args:
         num_bytes: size; the content is zeros.
@@ -89,7 +89,7 @@ class SharedMemory:
 
 
 def sweep(directory: Path = DIRECTORY) -> int:
-    """Removes segments of crashed processes and returns their number. Skips locked segments."""
+    """Removes segments of crashed processes and returns their number. Skips locked and empty segments."""
     removed = 0
     for path in directory.glob(f"{PREFIX}*"):
         try:
@@ -178,7 +178,7 @@ class Pool:
     def recreate(self) -> None:
         """Replaces the memory with new memory of the same size. Taken pages become void.
 
-        A view of the old memory stays usable, but nothing else uses that memory.
+        A view of the old memory stays usable. A server may still map the old memory and write to it.
         """
         memory = SharedMemory(self.num_bytes)
         with self._lock:

@@ -51,7 +51,7 @@ class LMCacheSession:
 
     @property
     def pool(self) -> Pool:
-        """Pool, set by the first usable server. Raises `AttributeError` before."""
+        """Pool, set by the first usable server. Raises `AttributeError` before, and always in a lookup-only process."""
         if self._pool is None:
             raise AttributeError("no usable server yet, or this process is lookup-only")
         return self._pool
@@ -66,6 +66,8 @@ class LMCacheSession:
         return chunk_alignment(self._groups)
 
     def registration_for(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+        """See `ServerSession`. For the first server, creates the pool. For a later server, recreates the pool if pages
+        are taken: these pages become void."""
         if self._chunk_tokens not in (None, chunk_tokens):
             # Memory and plans are laid out for one chunk size.
             raise LMCacheConfigurationError(

@@ -34,7 +34,8 @@ class _Deleted(msgspec.Struct):
 
 
 def withdraw(connection: Connection, prefix: Prefix, rank: int, chunk: int, num_groups: int) -> None:
-    """Deletes one rank's part of a chunk in the background. Reports no result.
+    """Deletes one rank's part of a chunk in the background. Reports no result. Deletes nothing if the server's hash
+    algorithm is not BLAKE3.
 
     Args:
         connection: connection to the server.

@@ -3,8 +3,9 @@
 Cell i of a group starts at token i times the cell size. A state is one cell, 0, in the block of the last token before
 its boundary.
 
-Of each group, whole cells move: the cells with tokens that a resume reads and the reader has not computed. With equal
-blocks a cell is one block, and the span begins at `planner.load_start` and ends with the last block.
+The cells with tokens that a resume reads and the reader has not computed move whole. Only the last cell is cut at the
+boundary, if this saves bytes. With equal blocks a cell is one block, and the span begins at `planner.load_start` and
+ends with the last block.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class CellPlace(NamedTuple):
 
 
 def moved_span(group: GroupSpec, cell_tokens: int, num_tokens: int, computed_tokens: int) -> TokenSpan:
-    """Tokens that a group must read from a peer to resume at `num_tokens`. The span begins at a cell.
+    """Tokens that a group must read from a peer to resume at `num_tokens`. Begins at a cell, except for a state.
 
-    Another request may resume at the end of the first block, and read more of this block. This matters if cells are
-    smaller than blocks.
+    The span includes the tokens of its first block that another request reads to resume at the end of this block. These
+    are more tokens only if cells are smaller than blocks.
 
     Args:
         group: spec of the group on the reader.
@@ -83,7 +84,7 @@ def cells_of(pair: GroupPair, span: TokenSpan) -> Int64Array:
     return np.arange(span.start // pair.cell_tokens, -(-span.end // pair.cell_tokens), dtype=np.int64)
 
 
-def ratio(pair: GroupPair, side: Side) -> int:
+def cells_per_block(pair: GroupPair, side: Side) -> int:
     """Number of cells in a block of one side."""
     if pair.kind is GroupKind.RECURRENT:
         return 1
@@ -92,12 +93,12 @@ def ratio(pair: GroupPair, side: Side) -> int:
 
 def cycle(pair: GroupPair) -> int:
     """Number of cells after which the positions of cells in their blocks repeat."""
-    return max(ratio(pair, Side.OURS), ratio(pair, Side.THEIRS))
+    return max(cells_per_block(pair, Side.OURS), cells_per_block(pair, Side.THEIRS))
 
 
 def place_of(pair: GroupPair, cell: int, num_tokens: int) -> CellPlace:
     """Position of a cell within its blocks."""
-    return CellPlace(cell % ratio(pair, Side.OURS), cell % ratio(pair, Side.THEIRS), num_tokens)
+    return CellPlace(cell % cells_per_block(pair, Side.OURS), cell % cells_per_block(pair, Side.THEIRS), num_tokens)
 
 
 def last_cell_tokens(pair: GroupPair, num_tokens: int) -> int:

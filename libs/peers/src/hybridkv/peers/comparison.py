@@ -1,7 +1,8 @@
 """Compatibility check of two ranks, before any bytes move. A refusal names the field that differs.
 
-These properties may differ: block sizes, if one divides the other and tokens are addressable; tensor-parallel sizes,
-if pages are split by heads; numbers of blocks, regions, strides and the order of axes. Everything else must be equal.
+These properties may differ: block sizes, for a state or if one divides the other and tokens are addressable;
+tensor-parallel sizes and ranks, if pages are split by heads; names of engines; numbers of blocks, regions, strides and
+the order of axes. Everything else must be equal.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ MAX_ENCODED_BYTES: Final = 8 << 20
 MAX_BYTES: Final = 1 << 50
 """Maximum region size and offset; a sum of a few such numbers stays far below 2**63."""
 MAX_ITEMS: Final = 1 << 22
-"""Maximum items in all pieces of one block; bounds the work of a comparison."""
+"""Maximum items in one block of each group, over all groups and pieces; bounds the work of a comparison."""
 MAX_BLOCKS: Final = 1 << 31
 MAX_RANKS: Final = 1024
 
@@ -56,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         offset_bytes: offset of block 0 in the region.
         block_stride_bytes: distance between blocks.
         item_bytes: contiguous bytes of one row, head and unit.
-        heads: heads on this rank; one if the piece is not split by heads.
+        heads: heads on this rank; one if the piece has no dimension of heads.
         kernels: kernel blocks per block.
         units: units per kernel block. A unit is the smallest run of tokens that can move alone; all units have equal
             size. The count is 1 for a state, and for a block with tokens that cannot be addressed.

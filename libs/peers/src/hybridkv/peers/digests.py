@@ -133,7 +133,7 @@ def digest_runs(
         return refusal
     if not 0 < request.num_tokens <= tables.num_tokens:
         return Incompatibility(
-            "digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "holds fewer tokens"
+            "digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "this side has fewer tokens"
         )
     columns: list[list[Int64Array]] = [[], [], [], []]
     seen: set[int] = set()
@@ -203,7 +203,8 @@ def _span_runs(
 
 
 def mismatches(request: DigestRequest, ours: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[Mismatch, ...]:
-    """Cells with different digests. If the numbers of digests differ, all cells, or (-1, -1) if there are no cells."""
+    """Cells with different digests. If a side has more or fewer digests than there are cells: all cells, or (-1, -1) if
+    there are no cells."""
     cells = [
         Mismatch(span.group_index, cell)
         for span in request.spans

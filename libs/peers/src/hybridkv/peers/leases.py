@@ -59,19 +59,21 @@ class LeaseSlots:
         self._free = deque(range(max_leases))
         self._last = [NO_NONCE] * max_leases
         self._issued: dict[str, Lease] = {}
-        self.refused = 0
-        """Number of `issue` calls without a free slot. Blocks of such a request are neither held nor offered."""
+        self.num_refused = 0
+        """Number of `issue` calls without a free slot. Blocks of a request without a lease are neither held nor
+        offered."""
 
     def __len__(self) -> int:
         return len(self._issued)
 
     def issue(self, request_id: str) -> Lease | None:
-        """Returns the request's lease, the same on each call. If no slot is free: None, counted in `refused`."""
+        """Returns the request's lease, the same on each call until `retire`. If no slot is free, returns None and
+        counts in `num_refused`."""
         known = self._issued.get(request_id)
         if known is not None:
             return known
         if not self._free:
-            self.refused += 1
+            self.num_refused += 1
             return None
         slot = self._free.popleft()
         lease = Lease(slot, self._draw(self._last[slot]))
@@ -84,7 +86,7 @@ class LeaseSlots:
         return self._issued.get(request_id)
 
     def retire(self, request_id: str) -> bool:
-        """Frees the slot after every rank has ended the lease. False if the request has no lease."""
+        """Frees the request's slot. Call it after every rank has ended the lease. False if the request has no lease."""
         lease = self._issued.pop(request_id, None)
         if lease is None:
             return False
@@ -168,7 +170,7 @@ class Leases:
         self._write = write
         self._states: dict[str, _Open | _Held] = {}
         self._requests: dict[int, str] = {}
-        self.late = 0
+        self.num_late = 0
         """Renewals and done messages for a lease that is not held, and repeated done messages."""
 
     def __len__(self) -> int:
@@ -205,7 +207,8 @@ class Leases:
         """Starts the lease time of a finished request with held blocks.
 
         Returns:
-            False if the request has no open lease: do not hold its blocks, because no peer may read them.
+            False if the request has no lease: do not hold its blocks, because no peer may read them. Also False if the
+            lease time has started already; then nothing changes.
         """
         state = self._states.get(request_id)
         if type(state) is not _Open:
@@ -224,10 +227,10 @@ class Leases:
         return None
 
     def renew(self, lease: Lease, now_s: float) -> bool:
-        """Extends a lease. Returns False and counts in `late` if the lease is not held: its blocks may be freed."""
+        """Extends a lease. Returns False and counts in `num_late` if the lease is not held: its blocks may be freed."""
         request_id = self.holds(lease, now_s)
         if request_id is None:
-            self.late += 1
+            self.num_late += 1
             return False
         state = self._states[request_id]
         assert type(state) is _Held
@@ -237,7 +240,7 @@ class Leases:
     def done(self, lease: Lease, reader: int, num_readers: int) -> Ended | None:
         """Records that a reader is done. Returns the ended lease after the last reader, else None.
 
-        Returns None and counts in `late` for a lease that is not held, and for a reader that was done before.
+        Returns None and counts in `num_late` for a lease that is not held, and for a reader that was done before.
 
         Args:
             lease: sent by the reader.
@@ -247,7 +250,7 @@ class Leases:
         request_id = self._requests.get(lease.slot, "")
         state = self._states.get(request_id)
         if type(state) is not _Held or state.lease != lease or reader in state.done_readers:
-            self.late += 1
+            self.num_late += 1
             return None
         state.done_readers.add(reader)
         if len(state.done_readers) < num_readers:

@@ -26,7 +26,8 @@ from hybridkv.peers.tables import BlockTables, blocks_at, lists_refused
 from hybridkv.planner import GroupKind
 
 MAX_RUNS = 1 << 22
-"""Maximum runs of one request, before adjacent runs are merged. Sides with different item orders have one run per item.
+"""Maximum runs of one request, before runs of different cells are merged. Sides with different item orders have one run
+per item.
 This limit bounds the memory that this side allocates because of a peer's description."""
 
 
@@ -51,7 +52,7 @@ class GroupMoves:
         ranges: byte ranges, merged.
         first_cell: first moved cell, counted from token 0; 0 for a state.
         num_cells: number of moved cells; 1 for a state.
-        num_runs: number of runs before merging.
+        num_runs: number of runs before runs of different cells are merged.
     """
 
     ranges: Ranges
@@ -107,7 +108,7 @@ class Exchange:
     def chosen_templates(
         self, group_index: int, cells: Int64Array, num_tokens: int
     ) -> Iterator[tuple[Int64Array, Template]]:
-        """Yields each template, with the indexes of the cells that use this template.
+        """Yields (positions in `cells`, template): each template, with the positions of the cells that use it.
 
         Cells at equal positions within their blocks share a template; the last cell may be partial.
         """
@@ -130,7 +131,10 @@ class Exchange:
     def block_ids(
         self, group_index: int, side: Side, tables: BlockTables, cells: Int64Array, num_tokens: int
     ) -> Int64Array | Incompatibility:
-        """Block id of each cell on one side. `tables` must have one list per group."""
+        """Block id of each cell on one side, or a refusal if a block is missing or invalid.
+
+        `tables` must have one list per group.
+        """
         description = self.agreement.ours if side is Side.OURS else self.agreement.theirs
         places = table_places(self.agreement.groups[group_index], side, cells, num_tokens)
         return blocks_at(side, tables, group_index, places, description.num_blocks)
@@ -144,15 +148,17 @@ class Exchange:
             resume: the resume point.
 
         Returns:
-            A pairing, empty if all tokens are computed. A refusal if a list is invalid, if a block that the resume
-            reads is missing, or if there are more than `MAX_RUNS` runs.
+            A pairing, empty if all tokens are computed. A refusal if a list is invalid, if the peer has fewer tokens or
+            a state of another boundary, if the computed tokens are not whole blocks, if a block that the resume reads
+            is missing or a local block occurs twice, or if there are more than `MAX_RUNS` runs.
         """
         num_groups = len(self.agreement.groups)
         refusal = lists_refused(Side.OURS, local, num_groups) or lists_refused(Side.THEIRS, remote, num_groups)
         if refusal is not None:
             return refusal
         if not 0 <= resume.num_tokens <= remote.num_tokens:
-            return Incompatibility("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "the peer holds fewer")
+            hint = "the peer has fewer tokens"
+            return Incompatibility("num_tokens", str(resume.num_tokens), str(remote.num_tokens), hint)
         moves: list[GroupMoves] = []
         room = MAX_RUNS
         for index in range(num_groups):

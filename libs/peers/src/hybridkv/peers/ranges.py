@@ -97,7 +97,8 @@ def joined(parts: Sequence[Ranges]) -> Ranges:
 
 
 def merged(ranges: Ranges) -> Ranges:
-    """The same bytes in the fewest ranges, ordered by local position. Merges ranges that are adjacent on both sides."""
+    """The same bytes in the fewest ranges, ordered by local region, remote region and local offset. Merges ranges that
+    are adjacent on both sides."""
     order = np.lexsort((ranges.local_offsets, ranges.remote_regions, ranges.local_regions))
     lr, lo, rr, ro, size = (column[order] for column in ranges.columns)
     starts = _run_starts((lr, rr), ((lo, size), (ro, size)))

@@ -84,7 +84,7 @@ class RankLink(NamedTuple):
     Args:
         rank: the remote rank.
         reads: True if bytes are read from the remote rank. If False, only its lease is released.
-        reader: index of this rank among the readers of the remote rank, from 0.
+        reader: index of the local rank among the readers of the remote rank, from 0.
         num_readers: number of ranks that send `LeaseDone` to the remote rank.
     """
 

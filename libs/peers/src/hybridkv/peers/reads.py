@@ -1,8 +1,9 @@
 """State machine of one request that reads from peers, over all remote ranks. A frozen value and a pure function.
 
-Each rank goes through CONNECTING, READING and CHECKING to DONE; the first failure ends the read for all ranks. The
-engine gets one report, after every transfer has ended: a cancelled transfer may still write, and the engine reuses the
-blocks after the report. `ReleaseLease` is issued once for each rank that was reached.
+Each rank goes through CONNECTING, READING and CHECKING to DONE. A rank without bytes to read goes from CONNECTING to
+DONE. The first failure ends the read for all ranks. If there are bytes to read, the engine gets one report, after every
+transfer has ended: a cancelled transfer may still write, and the engine reuses the blocks after the report.
+`ReleaseLease` is issued once for each rank that was reached.
 
     life, commands = advance(life, event, now_s)
 
@@ -213,7 +214,7 @@ class ReadLife:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """Time of the next deadline."""
+        """Time of the next deadline; None if there is none."""
         return min((peer.deadline_s for peer in self.peers if peer.deadline_s is not None), default=None)
 
 

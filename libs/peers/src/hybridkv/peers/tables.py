@@ -15,7 +15,7 @@ from hybridkv.planner import GroupSpec, clip_blocks
 
 
 class BlockTables(msgspec.Struct, frozen=True):
-    """Blocks of one request on one side. `lists_refused` checks tables from another process.
+    """Blocks of one request on one side. `lists_refused` and `blocks_at` check tables from another process.
 
     Args:
         num_tokens: tokens in the blocks; a state is the state after exactly this many tokens.
@@ -49,7 +49,8 @@ def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num
 
 
 def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Incompatibility | None:
-    """Checks the shape of block tables. None if they are valid for `num_groups` groups."""
+    """Checks that block tables have `num_groups` lists with valid first indexes. Returns None, or the first error. Does
+    not check the ids."""
     for field in ("first_blocks", "block_ids"):
         if len(getattr(tables, field)) != num_groups:
             got = f"{len(getattr(tables, field))} lists"

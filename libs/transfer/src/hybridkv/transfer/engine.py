@@ -12,13 +12,13 @@ JobId = NewType("JobId", int)
 """The caller's number of one job. Can be reused after the job's result was polled."""
 
 Hook: TypeAlias = Callable[[], "str | None"]
-"""Callback on a thread of the engine. Returns None to go on, or the reason to fail the job. An exception fails the job
-with the text of the exception."""
+"""Callback of a job, on a thread of the engine; an inline engine calls it in `submit`. Returns None to go on, or the
+reason to fail the job. An exception fails the job with the text of the exception."""
 
 
 RunsSource: TypeAlias = "CopyRuns | Callable[[], CopyRuns]"
-"""Runs, or a function that makes them. The function is called once, on the copy thread, when the job starts. If it
-raises, the job fails."""
+"""Runs, or a function that makes them. The function is called once, when the job starts: on the copy thread, or in
+`submit` of an inline engine. If the function raises, the job fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,22 @@ class CopyResult:
     """Copied bytes: 0, or all bytes of the job. Also all bytes if only `after` failed."""
     seconds: float
     """Duration, from the start of the job (or the end of the previous job, if later) to its end. Includes the hooks and
-    the making of runs, not the time in the queue."""
+    the making of runs, not the time in the queue. 0 if the job did not begin, or if the copy of an inline
+    engine or a CPU engine raised."""
 
 
 @dataclass(slots=True, eq=False)
 class RecordDigests:
     """Request for the XXH3-128 digest of each record of a job, computed from the bytes while they are copied.
 
-    Record i consists of the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs. A
-    function that makes the runs also sets `ends`.
+    Record i consists of runs [ends[i - 1], ends[i]), in order; the last end is the number of runs. If a function makes
+    the runs, this function also sets `ends`.
     """
 
     ends: Integers
     digests: list[bytes] | None = None
-    """16 bytes per record, set after the copy and before `after`. None if this engine computes no digests; the caller
-    then reads the written bytes."""
+    """16 bytes per record, set after the copy and before `after`. None if the job failed before, or if this engine
+    computes no digests; then the caller reads the written bytes."""
 
 
 @runtime_checkable
@@ -58,7 +59,11 @@ class CopyEngine(Protocol):
     """
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
-        """Allow runs in this memory from now on. `name` appears in failures. Registrations may overlap."""
+        """Allow runs in this memory from now on. `name` appears in failures. Registrations may overlap.
+
+        Raises:
+            CopyEngineError: not a valid address range, or the engine found that its GPU cannot access the memory.
+        """
         ...
 
     def submit(
@@ -69,7 +74,7 @@ class CopyEngine(Protocol):
         after: Hook | None = None,
         records: RecordDigests | None = None,
     ) -> bool:
-        """Queue a job. Never waits.
+        """Queue a job. Never waits, except in an inline engine: it runs the whole job here.
 
         Jobs begin and end in order of submission. Engines of a GPU copy several at the same time. A job makes its runs
         (if `runs` is a function), checks them, calls `before`, copies, and calls `after`. If a run does not lie in one
@@ -82,6 +87,7 @@ class CopyEngine(Protocol):
 
         Raises:
             CopyEngineError: after `close`, or if the result of a job with this `job_id` was not polled yet.
+            Exception: the GPU cannot record the fence. The job was not accepted.
         """
         ...
 
@@ -92,7 +98,7 @@ class CopyEngine(Protocol):
     def wait(self, job_ids: Iterable[JobId], timeout_s: float) -> bool:
         """Wait until these jobs have ended. `poll` still returns their results. False on timeout.
 
-        An unknown job id counts as ended, because its result was polled.
+        An unknown job id counts as ended: its result was polled, or the job was not accepted.
         """
         ...
 

@@ -16,9 +16,10 @@ from hybridkv.transfer.jobs import Copier, Job, call_after, describe, prepare
 from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
 
-MAX_IN_FLIGHT = 8
-"""Maximum number of jobs with enqueued, unfinished copies. A higher limit would not be faster, and `before` would run
-long before the copies of its job."""
+MAX_WAITING_JOBS = 8
+"""Maximum number of begun jobs in the queue of the second thread. Two more can be in flight: the thread waits for one,
+and one waits for its place in the queue. A higher limit would not be faster, and `before` would run long before the
+copies of its job."""
 
 
 class EnqueuedCopies(Protocol):
@@ -33,7 +34,7 @@ class GpuCopies(Protocol):
     """Enqueues the copies of jobs. One thread at a time calls `enqueue`."""
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
-        """Prepare for copies in this memory. `CopyEngineError` if the GPU cannot access it."""
+        """Prepare for copies in this memory. `KernelCopies` raises `CopyEngineError` if the GPU cannot access it."""
         ...
 
     def fence(self) -> Any:
@@ -41,7 +42,7 @@ class GpuCopies(Protocol):
         ...
 
     def enter_thread(self) -> None:
-        """Called on each thread of an engine before the methods below. Can be called again."""
+        """Prepare one of the engine's own threads for `enqueue` and `synchronize`. Can be called again."""
         ...
 
     def enqueue(self, runs: CopyRuns, fence: Any) -> EnqueuedCopies:
@@ -51,7 +52,7 @@ class GpuCopies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _StartedJob:
-    """A job after its copies were enqueued. `copies` is None if nothing was enqueued."""
+    """A job that the copy thread has begun. `copies` is None if nothing was enqueued."""
 
     job: Job
     started_s: float
@@ -69,7 +70,7 @@ class GpuCopyEngine(JobQueue[Any]):
 
     def __init__(self, copies: GpuCopies, clock: Callable[[], float], max_queued_jobs: int) -> None:
         self._copies = copies
-        self._started: Queue[_StartedJob | None] = Queue(MAX_IN_FLIGHT)
+        self._started: Queue[_StartedJob | None] = Queue(MAX_WAITING_JOBS)
         self._last_end_s = -math.inf
         self._finish_thread = threading.Thread(target=self._finish_jobs, name="hybridkv-copied", daemon=True)
         super().__init__(copies.fence, clock, max_queued_jobs)

@@ -13,8 +13,8 @@ from hybridkv.transfer.runs import CopyRuns, Integers, MemoryCopier
 
 
 class Copier(Protocol):
-    """Copies each run. Returns a digest of 16 bytes per record if `record_ends` is given, or None if it computes no
-    digests."""
+    """Copies each run. Returns a digest of 16 bytes per record if `record_ends` is given and this copier computes
+    digests, else None."""
 
     def __call__(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None: ...
 
@@ -54,7 +54,10 @@ def _copier() -> MemoryCopier:
 
 
 def prepare(job: Job, memory: RegisteredRanges) -> tuple[CopyRuns, str | None]:
-    """Make the runs, check them, call `before`. Returns the runs, and the failure if they must not be copied."""
+    """Make the runs, check them, call `before`; stop at the first failure. Returns the runs, and the failure or None.
+
+    After a failure the runs must not be copied.
+    """
     try:
         runs = job.runs if isinstance(job.runs, CopyRuns) else job.runs()
     except Exception as error:
@@ -68,7 +71,8 @@ def call_after(job: Job) -> str | None:
 
 
 def execute(job: Job, memory: RegisteredRanges, copy: Copier, clock: Callable[[], float]) -> CopyResult:
-    """Run the whole job. The first failure of the runs or of a hook ends the job and is in the result."""
+    """Run the whole job, and set its digests. The first failure of the runs or of a hook ends the job and is in the
+    result. Raises the errors of `copy`."""
     started = clock()
     num_bytes = 0
     runs, failure = prepare(job, memory)

@@ -25,7 +25,8 @@ from hybridkv.transfer.runs import TransferError
 logger = logging.getLogger(__name__)
 
 REGISTRATION_BYTES: Final = 64 << 30
-"""Registrations end at addresses that are multiples of this. CUDA rejects a registration of 512 GiB or more.
+"""Memory is cut at addresses that are multiples of this, and each part is registered. CUDA rejects a registration of
+512 GiB or more.
 
 CUDA copies only within one registration, but a slot can cross the border between two. So engines that copy with CUDA or
 ROCm cut runs at the same multiples (`CopyRuns.cut_at_multiples`). They do not need the list of registrations.
@@ -45,7 +46,8 @@ def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     memory, and the device would still use the old page.
 
     Raises:
-        TransferError: the memory is not available, or exceeds the limit of a control group (the kernel would kill the
+        ValueError: `num_bytes` is below 1.
+        TransferError: the memory is not available, or a control group has fewer free bytes (the kernel would kill the
             process).
     """
     if num_bytes < 1:
@@ -66,7 +68,8 @@ def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def numa_local_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
-    """CPUs of this thread on the NUMA node of a GPU. All CPUs of this thread if the node is unknown.
+    """CPUs that this thread may use on the NUMA node of a GPU. All CPUs that this thread may use, if the node is
+    unknown or has none of them.
 
     Args:
         properties: torch's properties of the GPU.
@@ -91,7 +94,7 @@ def pin(
     """Pin memory until the array and all its views are freed. The operating system commits all of it now.
 
     Threads touch the memory first, in parallel; registration then takes a tenth of the time. New pages come from the
-    NUMA node of these CPUs while that node has free memory.
+    NUMA node of `cpus` while that node has free memory.
 
     Args:
         memory: contiguous array.
@@ -178,7 +181,8 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """The limit with the fewest free bytes, of this process's control group and its parents. None without a limit.
+    """The limit with the fewest free bytes, of this process's control group and its parents. None without a readable
+    limit.
 
     Reads both versions of control groups. `root` contains the directories `proc` and `sys`.
     """

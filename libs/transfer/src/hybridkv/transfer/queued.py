@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 CLOSED = "the copy engine was closed before the job began"
 
 EXIT_TIMEOUT_S = 30.0
-"""The interpreter's exit waits this long for running jobs. A hook that never returns must not block the exit."""
+"""The interpreter's exit waits at most this long for the running jobs of all engines. A hook that never returns must
+not block the exit."""
 
 Prepared = TypeVar("Prepared")
 """Value that `on_submit` returns for a job."""
@@ -102,7 +103,8 @@ class JobQueue(ABC, Generic[Prepared]):
 
     @abstractmethod
     def _run_job(self, job: Job, prepared: Prepared) -> None:
-        """Run a job on the copy thread. Calls `_finish` for each job, in order of submission, and never raises."""
+        """Run a job on the copy thread. `_finish` must follow for each job, in order of submission, now or on another
+        thread. Must not raise."""
 
     def _drain(self) -> None:
         """Wait, on the copy thread, for the jobs that were started and not finished. Called after the last job."""
@@ -146,7 +148,7 @@ class CpuCopyEngine(JobQueue[Copier]):
         self._finish(result)
 
 
-# Engines that are not closed. An engine stays in this set while its thread runs, because the thread refers to it.
+# All engines that are not freed. An engine stays in this set while its thread runs, because the thread refers to it.
 _running: WeakSet[JobQueue[Any]] = WeakSet()
 
 

@@ -24,7 +24,7 @@ class TransferError(Exception):
 
 
 class RunsError(TransferError, ValueError):
-    """Invalid arrays: lengths differ, or sizes are not positive."""
+    """Invalid arrays: types or lengths differ, sizes are not positive, or addresses are negative."""
 
 
 class CopyEngineError(TransferError, RuntimeError):
@@ -38,7 +38,8 @@ Extent: TypeAlias = tuple[int, int]
 
 
 ROW_WORDS = 6
-"""64-bit words of a row: source, destination, step of both from run to run, bytes of a run, number of runs."""
+"""64-bit words of a row: source, destination, step of the source and step of the destination from run to run, bytes of
+a run, number of runs."""
 
 
 class AddressSpans(NamedTuple):
@@ -129,7 +130,7 @@ class CopyRuns:
 
     @property
     def row_table(self) -> Integers | None:
-        """Rows, as an array of `ROW_WORDS` columns. None if these runs were made from arrays."""
+        """Rows, as an array of `ROW_WORDS` columns. None for runs from arrays, until `rows` is read."""
         return None if self._rows is None else self._rows.reshape(-1, ROW_WORDS)
 
     def fill(self, sources: Integers, destinations: Integers, num_bytes: Integers) -> None:
@@ -187,7 +188,7 @@ class CopyRuns:
         return CopyRuns(self.destinations, self.sources, self.num_bytes)
 
     def coalesce(self) -> CopyRuns:
-        """The same bytes in fewer runs: joins runs that are adjacent on both sides."""
+        """The same bytes in fewer runs: joins consecutive runs that are adjacent on both sides."""
         if len(self) < 2:
             return self
         continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (

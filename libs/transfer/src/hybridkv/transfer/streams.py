@@ -3,9 +3,9 @@
 This module imports neither CUDA nor torch: the caller passes a `CopyDevice`. A job is one batch, or two if only some of
 its sources lie in pinned memory. The order of jobs follows vLLM's `v1/kv_offload/cpu/gpu_worker.py`:
 
-- `submit` records a fence: the batch waits for all compute that the submitting thread has enqueued before. So a store
-  reads the output of the forward pass, and a load overwrites blocks only after all earlier reads and writes of these
-  blocks, including the zeroing of new blocks.
+- `submit` records a fence: the batch waits for all compute that the submitting thread has enqueued before; only reads
+  of pinned host memory can be earlier. So a store reads the output of the forward pass, and a load overwrites blocks
+  only after all earlier reads and writes of these blocks, including the zeroing of new blocks.
 - Compute needs no fence after a job: the result of a job is returned only after the event that follows its batch.
 - Batches of one engine run in its own stream, in order of submission.
 """
@@ -53,7 +53,8 @@ class DeviceStream(Protocol):
 
 
 class CopyDevice(Protocol):
-    """One device of the inference engine. Any thread may call. Only `synchronize` waits."""
+    """One device of the inference engine. Any thread may call the methods, and none of them waits: only `synchronize`
+    of events and streams does."""
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread. Can be called again."""
@@ -87,7 +88,7 @@ class CopyDevice(Protocol):
 
 
 class StreamCopies:
-    """`GpuCopies` in one stream of a device. All batches use the same arrays."""
+    """`GpuCopies` in one stream of a device. Batches of at most `MAX_KEPT_RUNS` runs use the same arrays."""
 
     def __init__(self, device: CopyDevice) -> None:
         self.device = device
@@ -108,8 +109,8 @@ class StreamCopies:
         return self._record(self.device.current_stream())
 
     def enqueue(self, runs: CopyRuns, fence: DeviceEvent) -> DeviceEvent:
-        """Enqueue a batch after `fence`. Returns the event after the batch. After an exception, no copy of the batch
-        runs."""
+        """Enqueue a batch after `fence`. Returns the event after the batch. Before it raises, waits for the stream:
+        then no copy of the batch still writes."""
         runs = runs.cut_at_multiples(REGISTRATION_BYTES)
         try:
             with self.device.stream(self._stream):
@@ -151,7 +152,8 @@ class StreamCopies:
 
 
 class StreamCopyEngine(GpuCopyEngine):
-    """A `CopyEngine` between GPU memory and pinned host memory, on its own stream and two threads. No digests."""
+    """A `CopyEngine` between GPU memory and pinned host memory, on its own stream and two threads. Computes no
+    digests."""
 
     def __init__(
         self, device: CopyDevice, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024

@@ -32,7 +32,7 @@ _encode = msgspec.msgpack.encode
 
 
 class MalformedError(ValueError):
-    """Invalid answer to a call. A channel returns this error as a value, and never raises it to callers."""
+    """Invalid answer to a call. A channel returns a `CallFailure` with MALFORMED, and never raises this to callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def read_answer(call: RpcCall[T], frames: Sequence[bytes]) -> T:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedError(f"{call.name}: {error}") from None
     if type(value) is int and not 0 <= value < 1 << 48:
-        raise MalformedError(f"{call.name}: {value} of anything")
+        raise MalformedError(f"{call.name}: {value} is out of range")
     return value  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
 """Outgoing connections: from a host name to a socket that is connecting.
 
 Name resolution does not block: numeric addresses need no thread; names use a few threads. When there are too many
-connections, a new connection replaces the oldest connection that is not open. So an address that does not answer does
-not block connections to other addresses.
+outgoing connections, a new one replaces the oldest connection that is not open, or ends with TOO_MANY if all are open.
+So an address that does not answer does not block connections to other addresses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Resolver:
             return None
 
     def begin(self, host: str, port: int, then: Callable[[Address | None], None]) -> bool:
-        """Starts a lookup. Calls `then` on a new thread, with None if the host does not exist.
+        """Starts a lookup. Calls `then` on a new thread, with None if the lookup fails.
 
         Returns False and does nothing if `MAX_NAMES` lookups are running or no thread can be started.
         """
@@ -120,14 +120,14 @@ class Dialer:
         """Number of connections that wait for name resolution."""
         return len(self._waiting)
 
-    def begin(self, link: LinkId, call: DialTarget) -> None:
-        if not self._settings.keys.has_secret and not is_loopback(call.host):
-            self._end(link, call.handlers, CloseReason.NO_SECRET)
+    def begin(self, link: LinkId, target: DialTarget) -> None:
+        if not self._settings.keys.has_secret and not is_loopback(target.host):
+            self._end(link, target.handlers, CloseReason.NO_SECRET)
         elif not self._has_room():
-            self._end(link, call.handlers, CloseReason.TOO_MANY)
+            self._end(link, target.handlers, CloseReason.TOO_MANY)
         else:
-            self._waiting[link] = (call, self._clock())
-            self._resolve(link, call)
+            self._waiting[link] = (target, self._clock())
+            self._resolve(link, target)
 
     def _has_room(self) -> bool:
         outgoing = self._outgoing()
@@ -138,8 +138,8 @@ class Dialer:
             self._make_room(oldest)
         return oldest is not None
 
-    def _resolve(self, link: LinkId, call: DialTarget) -> None:
-        address = self._resolver.parse_numeric(call.host, call.port)
+    def _resolve(self, link: LinkId, target: DialTarget) -> None:
+        address = self._resolver.parse_numeric(target.host, target.port)
         if address is not None:
             self._dial(link, address)
             return
@@ -147,19 +147,19 @@ class Dialer:
         def resolved(found: Address | None) -> None:
             self._post(lambda: self._dial(link, found))
 
-        if not self._resolver.begin(call.host, call.port, resolved):
+        if not self._resolver.begin(target.host, target.port, resolved):
             self._dial(link, None)
 
     def _dial(self, link: LinkId, address: Address | None) -> None:
         if link not in self._waiting:
             return
-        call, began_s = self._waiting.pop(link)
+        target, began_s = self._waiting.pop(link)
         sockets = self._connecting(address) if address is not None else None
         if sockets is None or address is None:
-            self._end(link, call.handlers, CloseReason.UNREACHABLE)
+            self._end(link, target.handlers, CloseReason.UNREACHABLE)
             return
         connection = ControlConnection(
-            link, call.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=call.expected_peer
+            link, target.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=target.expected_peer
         )
         self._on_connecting(connection)
 

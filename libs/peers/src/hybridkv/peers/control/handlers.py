@@ -14,7 +14,8 @@ LinkId = NewType("LinkId", int)
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """Callbacks of one listener or outgoing connection. An exception ends only its connection, with HANDLER."""
+    """Callbacks of one listener or outgoing connection. An exception ends only the connection: with the reason of a
+    `WireError`, else with HANDLER. Exceptions of `closed` are only logged."""
 
     opened: Callable[[LinkId, str], None]
     """Called when both sides have proven the secret. The string is the peer's name."""

@@ -40,8 +40,9 @@ class Listener:
         settings: settings of the loop.
         address: numeric host and port. Raises `OSError` if it cannot be bound.
         handlers: callbacks of the accepted connections.
-        count: called with the reason when a stranger disconnects.
-        on_ended: called with each connection that ended. The receive queue may still have its last messages.
+        count: called with the reason when a stranger disconnects or is closed.
+        on_ended: called with each connection that the peer or the network ended. The receive queue may still have its
+            last messages.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Listener:
         self.address = host.strip("[]"), int(port)
 
     def close(self) -> None:
-        """Stops accepting connections. `socket` stays open to send queued messages."""
+        """Stops accepting connections, and waits at most `UNBIND_S` for that. `socket` stays open to send queued
+        messages."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.unbind(self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
             until_s = self._clock() + UNBIND_S
@@ -89,7 +91,10 @@ class Listener:
         stop_monitor(self.socket, self.monitor)
 
     def process_events(self) -> None:
-        """Processes connect and disconnect events. A message received after this call is from a known connection."""
+        """Processes connect and disconnect events, and closes strangers above the limit.
+
+        Call it after a first message was received: then the connection of this message is known, or has ended.
+        """
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._strangers[value] = _peer_of(value)

@@ -111,8 +111,8 @@ class ControlLoop:
     def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
         """Accepts peers. Returns the bound address; port 0 takes any free port.
 
-        Raises `OSError` if the address cannot be bound, `PeersConfigurationError` for an address that other hosts can
-        reach if there is no secret, and `PeersProtocolError` after `close`.
+        Raises `OSError` if the address cannot be bound, `PeersConfigurationError` if there is no secret and
+        `is_loopback(host)` is false, and `PeersProtocolError` after `close`.
         """
         require_secret("host", host, self._secret)
         self._require_running("listen")
@@ -124,7 +124,7 @@ class ControlLoop:
         return listener.address
 
     def connect(self, host: str, port: int, expected_peer: str | None, handlers: Handlers) -> LinkId:
-        """Starts a connection. `opened` or `closed` follows within `handshake_timeout_s`.
+        """Starts a connection. `opened` or `closed` follows within about 1.25 * `handshake_timeout_s`.
 
         `expected_peer` is the name that the peer must have; None accepts any peer that has the secret.
         """
@@ -135,7 +135,10 @@ class ControlLoop:
         return link
 
     def send(self, link: LinkId, message: Message) -> bool:
-        """Sends a message. Returns False and sends nothing if the link is not open.
+        """Queues a message. Returns False and queues nothing if the link is not open. A message that is queued when the
+        link ends may be lost.
+
+        Raises `PeersProtocolError` for a message above `max_frame_bytes`.
 
         A link with more than `max_queued` unsent messages ends with BACKLOG. So a peer that reads nothing cannot block
         other peers.

@@ -26,7 +26,8 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Address: TypeAlias = tuple[str, int]
 
 RECEIVED_AT_A_TIME = 16
-"""Size of the receive queue of one connection, in messages. When the queue is full, the sender waits."""
+"""Size of the receive queue of one connection, in messages. When the queue is full, the sender waits. Also the maximum
+number of messages that are read from one socket before other sockets are served."""
 MAX_EVENTS = 1001
 """Size of the queue of connection events: libzmq's own limit plus one. When the queue is full, libzmq accepts no
 connection."""

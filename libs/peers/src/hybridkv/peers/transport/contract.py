@@ -1,7 +1,7 @@
 """Transport contract: one side registers memory, the other side reads this memory. CONTRACT.md names the tests.
 
-A transport handles regions and bytes, not groups or leases. `hybridkv.peers.leases` checks that the blocks were still
-valid, by reading the lease slot after the data.
+A transport handles regions and bytes, not groups or leases. The reader checks that the blocks were still valid, by
+reading the lease slot after the data (see `hybridkv.peers.leases`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class TransferFailureReason(enum.StrEnum):
-    """Reason of a failed read, for counter labels."""
+    """Reason of a failed read or `attach`, for counter labels."""
 
     GONE = "gone"
     """The peer or its connection is lost."""
@@ -54,7 +54,7 @@ class TransferDone(msgspec.Struct, frozen=True, tag=True):
 
     num_bytes: int
     num_descriptors: int
-    """Descriptors posted, after adjacent ranges were merged."""
+    """Descriptors posted: one per range, or several for a range that the transport cuts."""
     seconds: float
     """Time from `read` until the transport noticed the last byte."""
 
@@ -76,8 +76,9 @@ class Transport(Protocol):
     """One-sided reads of registered memory: the other process takes no action.
 
     One thread makes all calls except `register` and `deregister`, which any thread may call. Failures of a peer, the
-    network or the system are returned as values. Caller errors raise `PeersProtocolError`: an unknown number, an
-    invalid memory range, a call after `close` other than `poll`, `cancel`, `release` and `close`.
+    network or the system are returned as values. Caller errors raise `PeersProtocolError`: `poll` or `cancel` of an
+    unknown read, `deregister` of an unknown region, an invalid memory range, and `register`, `deregister`, `attach` or
+    `read` after `close`.
 
     Local ranges of one read must not overlap. These ranges belong to the transport until `release` returns True.
     """

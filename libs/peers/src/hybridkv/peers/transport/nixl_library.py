@@ -35,7 +35,10 @@ def _missing(got: str) -> PeersConfigurationError:
 
 
 def load_nixl() -> Any:
-    """The module with `nixl_agent`. Raises `PeersConfigurationError` if NIXL is not installed or cannot be loaded."""
+    """Sets environment variables of UCX and NIXL that are not set, and imports the module with `nixl_agent`.
+
+    Raises `PeersConfigurationError` if NIXL is not installed or cannot be loaded.
+    """
     require_nixl()
     _prepare()
     failures = []

@@ -34,7 +34,7 @@ KIND = "DRAM"
 HOST_DEVICE = 0
 """Device id of host memory in NIXL."""
 POST_BYTES = 8 << 20
-"""Maximum bytes per post. NIXL's call may block until the post is complete."""
+"""Bytes per post, about; always less than twice as many. NIXL's call may block until the post is complete."""
 MAX_POSTS = 4
 """Maximum posts in flight of one read, if posts do not block."""
 ABANDON_S = 2.0
@@ -129,7 +129,8 @@ class NixlReads:
         return not any(read.handles for read in self._reads.values())
 
     def advance(self, read: NixlRead) -> None:
-        """Checks the posts of a read and posts the next ones. Errors become the state."""
+        """Checks the posts of a read and posts the next ones. Errors become the state. May give up the peer, which
+        fails the other reads of this peer."""
         now_s = self._clock()
         for handle in list(read.handles):
             self._check_post(read, handle, now_s)

@@ -21,7 +21,7 @@ class CloseReason(enum.StrEnum):
     OVERSIZED = "oversized"
     """A frame, a list or a text exceeds its limit."""
     MALFORMED = "malformed"
-    """The bytes are not a message."""
+    """The bytes are not a message, or a connection to a listener ended without a Hello and without another reason."""
     VERSION = "version"
     """The peer has another protocol version."""
     SECRET = "secret"
@@ -45,7 +45,10 @@ class CloseReason(enum.StrEnum):
 
 
 class WireError(Exception):
-    """An unacceptable message. Its connection ends with `reason`. Never raised to callers outside `hybridkv.peers`."""
+    """An unacceptable message. A handler of a control connection may raise it: the connection then ends with `reason`.
+
+    To callers outside `hybridkv.peers`, only `unpack_columns` and `MessageCodec` raise it.
+    """
 
     def __init__(self, reason: CloseReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

@@ -19,11 +19,12 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 10_000
     """Maximum unsent messages of one connection. One more message closes the connection."""
     max_items: int = 65536
-    """Maximum length of one list and of one set of columns."""
+    """Maximum cells of one digest request, and maximum digests of one answer."""
     max_text_bytes: int = 4096
-    """Maximum size of one text. Names have their own limit, `MAX_NAME_BYTES`."""
+    """Maximum characters of one text. Names have their own limit, `MAX_NAME_BYTES`."""
     max_connections: int = 256
-    """Maximum established connections of all listeners together. Outgoing connections have the same limit."""
+    """Maximum established connections of all listeners together. Outgoing connections, also
+    unfinished ones, have the same limit."""
     max_handshakes: int = 32
     """Maximum strangers (connections without a Hello) of one listener. One more stranger closes the oldest stranger of
     the host with the most strangers."""

@@ -51,8 +51,9 @@ NO_SECRET: Final = Secret(b"")
 def read_secret(path: str | os.PathLike[str]) -> Secret:
     """Reads the secret from a file, without surrounding white space.
 
-    Raises `PeersConfigurationError` if the file cannot be read, is accessible by group or others, belongs to
-    neither this user nor root, or has fewer than 16 or more than 4096 bytes. No error shows the secret.
+    Raises `PeersConfigurationError` if the file cannot be read, is not a regular file, is accessible by group or
+    others, belongs to neither this user nor root, or has fewer than 16 or more than 4096 bytes. No error shows the
+    secret.
     """
     field = "secret_file"
     try:

@@ -25,7 +25,7 @@ def open_device(index: int, tuning: CopyTuning | None = None) -> CudaDevice:
     """Open a GPU with its own streams and staging memory, for one copy engine. Imports torch.
 
     Raises:
-        CudaError: torch sees no such GPU, or hybridkv-cuda cannot be loaded.
+        CudaError: torch sees no such GPU, hybridkv-cuda cannot be loaded, or a CUDA call fails.
     """
     from hybridkv.transfer.cuda.kernel_device import KernelDevice
 

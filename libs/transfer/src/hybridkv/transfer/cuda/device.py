@@ -14,7 +14,8 @@ NUM_PARTS = 4
 
 
 class CudaError(TransferError, RuntimeError):
-    """Failure of a CUDA call; the text names the call. A failure during a copy fails the job."""
+    """Failure of a CUDA call (the text names the call), or no usable GPU or hybridkv-cuda. A failure during a copy
+    fails the job."""
 
 
 class MemoryKind(Enum):
@@ -23,9 +24,9 @@ class MemoryKind(Enum):
     DEVICE = "device"
     """Memory of this GPU."""
     PINNED = "pinned"
-    """Pinned host memory that this GPU can address."""
+    """Pinned host memory that has the same address on this GPU."""
     OTHER = "other"
-    """Pageable host memory, or memory of another GPU."""
+    """Any other memory: pageable host memory, memory of another GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class CopyTuning:
 class CudaDevice(Protocol):
     """One GPU, with the streams and staging memory of one engine.
 
-    The engine calls `enqueue` on its copy thread. Every method raises `CudaError` if a CUDA call fails.
+    One thread at a time calls `enqueue`. Every method raises `CudaError` if a CUDA call fails.
     """
 
     def memory_kind(self, address: int) -> MemoryKind: ...
@@ -85,7 +86,7 @@ class CudaDevice(Protocol):
 
 
 def merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge ranges (begin, end) into sorted ranges that do not overlap."""
+    """Merge ranges (begin, end) into sorted ranges that neither overlap nor touch."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:

@@ -41,8 +41,8 @@ def load_library() -> ctypes.CDLL:
 
 
 class KernelDevice:
-    """A `CudaDevice`. `index` is torch's index. `CudaError` if torch sees no such GPU or hybridkv-cuda cannot be
-    loaded."""
+    """A `CudaDevice`. `index` is torch's index. `CudaError` if torch sees no such GPU, hybridkv-cuda cannot be loaded,
+    or a CUDA call fails."""
 
     def __init__(self, index: int, tuning: CopyTuning) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
