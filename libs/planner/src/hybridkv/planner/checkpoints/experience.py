@@ -28,8 +28,8 @@ MISSED_SHARE: Final = 2.0
 PRIOR_DIVERGENCES: Final = 0.3
 """Prior for every distance, in divergences of one prompt."""
 DISTANCES: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
-"""Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for the next larger
-distance, because a state serves requests that diverge after it."""
+"""Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for its own distance, or
+for the next larger one in this list, because a state serves requests that diverge after it."""
 LENGTHS: Final = 17
 """Number of length classes of prompts, in boundaries: one for each doubling; the last one is open."""
 PRIOR_PROMPTS: Final = 64.0
@@ -37,7 +37,7 @@ PRIOR_PROMPTS: Final = 64.0
 
 
 class Divergences(msgspec.Struct, frozen=True):
-    """Counts of prompts of one length."""
+    """Counts of prompts of one length class (`LENGTHS`). Older prompts count less."""
 
     divergences: tuple[float, ...] = (0.0,) * len(DISTANCES)
     """For each index of `DISTANCES`, number of prompts from which a later prompt was the first to diverge there."""
@@ -102,7 +102,7 @@ NO_EXPERIENCE: Final = Experience()
 
 
 def learn_request(experience: Experience, prompt: Prompt, placement: Placement) -> Experience:
-    """Experience after a request was admitted with its stops. Unchanged if no stops were planned.
+    """Experience after a request was admitted with its stops. Unchanged if `placement.boundary_tokens` is 0.
 
     Call this function once for each admission. If a request starts over, its costs count again, its divergence does
     not.
