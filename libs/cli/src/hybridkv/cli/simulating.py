@@ -89,7 +89,7 @@ def sizes_of_plan(text: str, name: str) -> ModelSizes:
     """Sizes from the JSON document of `hybridkv plan`.
 
     Raises:
-        ReportError: the text is another document, or the model has no attention.
+        ReportError: the text is another document, the model has no attention, or the plan has no tiers.
     """
     from hybridkv.connectors.vllm.offload.startup_log import StartupReport
 
