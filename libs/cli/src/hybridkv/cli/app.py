@@ -268,8 +268,8 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
 )
 @click.option(
     "--capacity",
-    help="For a URL: if the store is larger than this, such as 2TiB, also the least recently used objects, down to 90 % of "
-    "this size.",
+    help="For a URL: if the store is larger than this, such as 2TiB, also the least recently used objects, down to "
+    "90 % of this size.",
 )
 @_store_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

@@ -83,9 +83,9 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
                 SettingProblem(
                     "error",
                     "speculative_config",
-                    "an engine without a drafter: its layers are not planned",
+                    "an engine without a drafter: the layers of drafters are not planned",
                     str(getattr(vllm_config.speculative_config, "method", "one")),
-                    "leave it out; an engine with one logs its groups at its start",
+                    "leave speculative_config out; an engine with a drafter logs its groups at its start",
                 )
             )
         kv_cache_config = _groups(vllm_config)

@@ -72,7 +72,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | A
         if verdict is not _ADMIT:
             return _with_room(stage, wait), RETRY_LATER if verdict is _WAIT else COMPUTE
     if facts.hold is not None:
-        return _with_hold(stage, facts, bounds)
+        return _step_of_hold(stage, facts, bounds)
     past = stage.past
     if type(stage) is Holding:
         stage = stage.found
@@ -263,7 +263,7 @@ def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
 # Steps.
 
 
-def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
+def _step_of_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
     """Next step if the tiers hold chunks for the request: offers the hit, waits for the chunks, or releases them."""
     if type(stage) is Holding and stage.found.computed_tokens == facts.computed_tokens:
         if facts.hold is _READY:

@@ -60,7 +60,7 @@ def plan_load_runs(
             stop = -(-num_tokens // group.block_tokens)
             ids = tuple(table[first_needed:stop])
             if len(ids) != stop - first_needed or null_block in ids:
-                raise _missing_block(spec, group_index, num_tokens, computed_tokens, table, null_block)
+                raise _missing_block_error(spec, group_index, num_tokens, computed_tokens, table, null_block)
             make_runs = _cut_runs if group_index in cut else _whole_runs
             runs += make_runs(spec, group_index, ends, first_needed, ids)
         unwritten = table[computed_tokens // group.block_tokens : first_needed]
@@ -103,7 +103,7 @@ def _cut_runs(
         yield TransferRun(group_index, end_token, 1, first - stored.start, own)
 
 
-def _missing_block(
+def _missing_block_error(
     spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int, table: Sequence[int], null_block: int
 ) -> PlanError:
     """Error that names the blocks of the first chunk that cannot be loaded."""

@@ -73,7 +73,7 @@ class Experience(msgspec.Struct, frozen=True):
             index: index in `DISTANCES`.
             num_boundaries: boundaries of the prompt.
         """
-        alike = self.by_length[_length(num_boundaries)]
+        alike = self.by_length[_length_class(num_boundaries)]
         of_all = PRIOR_PROMPTS * self.divergences[index] / self.prompts[index]
         return (alike.divergences[index] + of_all) / (alike.prompts[index] + PRIOR_PROMPTS)
 
@@ -127,7 +127,7 @@ def learn_request(experience: Experience, prompt: Prompt, placement: Placement) 
     )
 
 
-def _length(num_boundaries: int) -> int:
+def _length_class(num_boundaries: int) -> int:
     return min(num_boundaries.bit_length(), LENGTHS - 1)
 
 
@@ -138,7 +138,7 @@ def _with_prompt(experience: Experience, num_boundaries: int) -> Experience:
     def fade(divergences: tuple[float, ...], more: int) -> tuple[float, ...]:
         return (*(each * KEPT_SHARE + more for each in divergences[:count]), *divergences[count:])
 
-    length = _length(num_boundaries)
+    length = _length_class(num_boundaries)
     alike = experience.by_length[length]
     return msgspec.structs.replace(
         experience,
@@ -156,7 +156,7 @@ def _with_divergence(experience: Experience, distance: int, held: int) -> Experi
     index, num_boundaries = bisect.bisect_left(DISTANCES, distance), held + distance
     if index == len(DISTANCES) or DISTANCES[index] >= num_boundaries:
         return experience
-    length = _length(num_boundaries)
+    length = _length_class(num_boundaries)
     alike = experience.by_length[length]
     more = msgspec.structs.replace(alike, divergences=_put(alike.divergences, index, alike.divergences[index] + 1))
     return msgspec.structs.replace(
