@@ -108,7 +108,8 @@ def _lmcache(extra: Mapping[str, Any]) -> Iterator[CheckResult]:
         try:
             socket.create_connection((address[0], port), timeout=config.connect_timeout_seconds).close()
         except OSError as error:
-            hint = f"start `lmcache server`, or check its {option}; an engine starts without the server only with chunk_tokens"
+            needed = "an engine starts without the server only with chunk_tokens"
+            hint = f"start `lmcache server`, or check its {option}; {needed}"
             yield CheckResult("fail" if config.chunk_tokens is None else "warn", name, str(error), hint)
         else:
             yield CheckResult("ok", name, "accepts connections")

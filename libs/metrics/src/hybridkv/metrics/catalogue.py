@@ -239,8 +239,9 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "requests",
             "Requests that continued from a corrupt block of vLLM, so that they are neither stored nor offered to a "
-            "peer. Causes: a partial copy, a copy of a block before that block was copied, or a block with "
-            "another state than its hash says or computed by such a request.",
+            "peer. `partial_copy`: vLLM may have copied a block only in part. `copied_copy`: vLLM copied from a "
+            "block that the same step also filled by a copy. `wrong_block`: a block has another state than its hash "
+            "says, was computed by such a request, or was copied from such a block.",
             (Label("cause", ("partial_copy", "copied_copy", "wrong_block")),),
             panel=Panel(Section.STORES, "Requests not stored"),
         ),

@@ -60,8 +60,8 @@ class Scan:
     """`RangeLookup` over single lookups, for one search. It looks up no key twice, and no key before it is needed.
 
     Remembers no misses: after a miss, a search continues with earlier chunks and does not look up the missing chunk
-    again. Without tails, remembers for FULL groups only the pending chunks (`_walk`). An answer that is not a
-    `LookupResult` counts as a miss.
+    again. A walk over a FULL group (`_walk`) remembers only the pending chunks. An answer that is not a `LookupResult`
+    counts as a miss.
 
     Args:
         spec: the model's groups.
