@@ -2,7 +2,8 @@
 
     python tools/panels_svg.py --prometheus http://127.0.0.1:9090 --minutes 60 > panels.svg
 
-Sends every query of the dashboard to a Prometheus server, with all models, engines and stores chosen.
+Sends every query of the dashboard to a Prometheus server, with all models, engines and stores chosen. Leaves out panels
+without data.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from xml.sax.saxutils import escape
 
 DASHBOARD: Final = Path("deploy/grafana/hybridkv.json")
 WINDOW_STEPS: Final = 4
-"""Number of points of a rate."""
+"""Window of a rate, in steps between two points."""
 MAX_POINTS: Final = 120
 REPLY_DEADLINE_S: Final = 30.0
 _COLUMNS: Final = 3
@@ -48,7 +49,7 @@ class PanelQuery:
 
     @property
     def metrics(self) -> frozenset[str]:
-        """Declared names of the metrics that it reads."""
+        """Declared names of the metrics that the query reads."""
         return frozenset(name.removesuffix("_bucket") for name in re.findall(r"vllm:\w+", self.expression))
 
 
@@ -89,7 +90,7 @@ def panel_queries(dashboard: Path, window: str) -> list[PanelQuery]:
 
 
 def read_panels(url: str, dashboard: Path, start_s: float, end_s: float) -> list[PanelData]:
-    """Curves of every panel in that time, from the server at `url`. OSError if it does not answer."""
+    """Curves of every panel from `start_s` to `end_s`, from the server at `url`. OSError if it does not answer."""
     step_s = max(1.0, math.ceil((end_s - start_s) / MAX_POINTS))
     panels: dict[tuple[str, str], PanelData] = {}
     for query in panel_queries(dashboard, f"{math.ceil(step_s * WINDOW_STEPS)}s"):
@@ -146,7 +147,7 @@ def draw(panels: Sequence[PanelData]) -> str:
 
 
 def _named(panel: PanelData) -> list[Curve]:
-    """The highest curves. Those at 0 are only counted."""
+    """The highest curves, at most `_MAX_NAMED`, without curves at 0."""
     risen = [curve for curve in panel.curves if curve.highest > 0]
     return sorted(risen, key=lambda curve: -curve.highest)[:_MAX_NAMED]
 

@@ -12,7 +12,8 @@ Has no automatic layout: the source gives the place of each box. A source has on
     arrow FROM TO label                  in a row, or between two rows; TO may be several columns away
     both FROM TO label                   an arrow with two heads
 
-Lines that begin with `#` are comments. Rows and columns count from 0. A text that does not fit is an error.
+Lines that begin with `#` are comments. Rows and columns count from 0. A text that does not fit is an error, except for
+the label of an arrow between two rows.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class _Rectangle:
 
 
 def draw(picture: Picture) -> str:
-    """The SVG. `PictureError` if a text does not fit, or the boxes of an arrow share neither row nor column."""
+    """The SVG. `PictureError` if a text is too wide, or the boxes of an arrow share neither row nor column."""
     places, height = _layout(picture)
     width = 2 * _MARGIN + picture.num_columns * (picture.column_width + picture.column_gap) - picture.column_gap
     parts = [

@@ -3,8 +3,8 @@
     tools/bazel test --nocache_test_results --build_event_json_file=/tmp/events.json //...
     python3 tools/suite_cost.py /tmp/events.json
 
-Seconds are wall time, summed over the shards of a target. `tests/e2e/harness.py` writes a line for each start of an
-engine into the outputs of a test.
+Seconds are wall time, summed over the shards and repeated runs of a target. `tests/e2e/harness.py` writes a line for
+each start of an engine into the outputs of a test.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def add(root: Path, version: str, index: Mapping[str, Any]) -> None:
     """Pins a version in a checkout.
 
     Raises:
-        ValueError: the index does not have it, or it is pinned.
+        ValueError: the index does not have the version, or the version is pinned already.
     """
     if version in constants((root / VERSIONS).read_text(encoding="utf-8"))["VLLM_VERSIONS"]:
         raise ValueError(f"vLLM {version} is in {VERSIONS}")

@@ -1,14 +1,16 @@
-"""Checks of the GPU machine, called by run.sh. All of them also run without a GPU, and report that.
+"""Checks of the GPU machine, called by run.sh. All of them also run without a GPU.
 
     checks.py facts           prints versions of Python and of the needed distributions; fails without a GPU
     checks.py gpu             checks that torch sees a GPU
-    checks.py libraries       checks that libhybridkv_cuda.so can be loaded, and that the GPU accepts its kernel
+    checks.py libraries       checks that libhybridkv_cuda.so can be loaded, and that a GPU, if torch sees one, accepts
+                              its kernel
     checks.py copies          prints the implementation of the copy mode "engine"
-    checks.py report FILE     counts the tests of a JUnit report, with reasons; fails if one failed or was skipped, or
-                              if none ran
+    checks.py report FILE     counts the tests of a JUnit report, and prints reasons; fails if a test failed or was
+                              skipped, or if none ran
     checks.py vllm            checks that vLLM for CUDA can be imported
 
-The result is in the line that begins with "result:". Exit status 1: the check failed.
+The result is in the line that begins with "result:". Exit status 1: the check failed. If the environment variable DRY
+is set, no check fails because of a missing GPU or of skipped tests.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def commit() -> str:
 
 
 def fetch_wheels(names: Sequence[str], lock: str, to: Path) -> bool:
-    """Downloads wheels with pip, and checks the hashes of the lock. False if pip fails."""
+    """Downloads wheels with pip, which checks the hashes of the lock. False if pip fails. Exits if the lock lacks a
+    package."""
     locked = (ROOT / lock).read_text().replace("\\\n", " ").splitlines()
     chosen = [line for line in locked if re.split("==", line)[0] in names]
     if len(chosen) != len(names):
@@ -126,8 +127,8 @@ def add_vllm(to: Path) -> None:
 
 
 def python_with_headers() -> str:
-    """Path of a Python with headers: the first one from `PYTHON` on, or else this Python. Later versions of Python can
-    import extensions that are built for it."""
+    """Path of a Python with headers: the oldest version from `PYTHON` on, or else this Python. Later versions can
+    import extensions that are built for an older one."""
     for minor in range(int(PYTHON.split(".")[1]), 15):
         found = shutil.which(f"python3.{minor}")
         if not found:

@@ -1,4 +1,4 @@
-"""Checks that every distribution declares what its sources import.
+"""Checks that the distribution of each library in libs/ declares the packages that its sources import.
 
 Bazel cannot check it: all packages of a lock share a directory, so a dependency on any of them makes all of them
 importable. A wheel with a missing dependency fails only when a user installs it.
@@ -11,7 +11,7 @@ import sys
 import tomllib
 from typing import Any
 
-# Installed with the process that loads the libraries, or by the operator. No distribution of ours declares them.
+# Packages that the engine's environment has, or that the operator installs. No distribution of ours declares them.
 ENGINE = {"cli": {"torch", "vllm"}, "connectors": {"huggingface_hub", "torch", "vllm"}}
 
 # Distributions with another name than their package.

@@ -3,11 +3,11 @@
     python tools/lint/public_names.py            # prints the problems
     python tools/lint/public_names.py --write    # records added and removed names
 
-Public are: the names in `__all__` of a package; the commands and entry points in pyproject.toml, and their subcommands;
-the modules of a library with neither `__all__` nor a command. A line of public_names.txt has the version that added a
-name, and after `to` the version that removed it. A name of a released version (the heading in the CHANGELOG does not
-say "unreleased") is removed only by a version outside of the ranges that other libraries require, and with an entry of
-the CHANGELOG that names it.
+Public names are the names in `__all__` of a package; the commands and entry points in pyproject.toml, and the
+subcommands of commands; the modules of a library with neither `__all__` nor a command. A line of public_names.txt has
+the version that added a name, and after `to` the version that removed it. A name of a released version (the heading in
+the CHANGELOG does not say "unreleased") is removed only by a version outside of the ranges that other libraries
+require, and with an entry of the CHANGELOG that names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Section:
 
     @property
     def compatible(self) -> tuple[int, ...]:
-        """Range of versions in which no name may be removed: `>=0.1,<0.2`."""
+        """First two numbers of the version, (0, 1) for the range `>=0.1,<0.2`. No name is removed within a range."""
         return tuple(map(int, self.version.split(".")))[:2]
 
 
@@ -133,7 +133,7 @@ class Library:
 
 
 def _exported(path: Path) -> list[str]:
-    """`__all__` of a module, or nothing."""
+    """Names in `__all__` of a module; none if the module has no `__all__`."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))

@@ -1,6 +1,7 @@
 """Writes the Grafana dashboard: `tools/bazel run //tools/observability:dashboard > deploy/grafana/hybridkv.json`.
 
-First a few panels that relate metrics to each other, then a panel for every declared metric. Needs no Grafana.
+In each section, panels that relate metrics to each other come first, then panels for all declared metrics. Needs no
+Grafana.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VARIABLES: Final = {
     "engine": "vllm:hybridkv_hit_tokens_total",
     "connector": "vllm:kv_connector_mc_queries_total",
 }
-"""Variables of the dashboard, each with a metric that has their values as labels."""
+"""Variables of the dashboard, each with a metric that has a label of this name."""
 WINDOW: Final = "$__rate_interval"
 _QUANTILES: Final = (0.5, 0.99)
 _UNITS: Final = {"bytes": "bytes", "seconds": "s"}
@@ -53,7 +54,7 @@ def share(part: str, *whole: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DashboardPanel:
     """One panel: queries, each with the name of its curves, in which {{label}} stands for a label's value."""
 
     section: Section
@@ -64,7 +65,7 @@ class Shown:
 
 
 OVERVIEW: Final = (
-    Shown(
+    DashboardPanel(
         Section.HITS,
         "Share of tokens from the tiers",
         "percentunit",
@@ -79,7 +80,7 @@ OVERVIEW: Final = (
             ),
         ),
     ),
-    Shown(
+    DashboardPanel(
         Section.HITS,
         "Share of found tokens that were lost",
         "percentunit",
@@ -95,7 +96,7 @@ OVERVIEW: Final = (
             ),
         ),
     ),
-    Shown(
+    DashboardPanel(
         Section.LOADS,
         "Share of loads that failed",
         "percentunit",
@@ -110,11 +111,11 @@ OVERVIEW: Final = (
             ),
         ),
     ),
-    Shown(
+    DashboardPanel(
         Section.TIERS,
         "Share of space in use",
         "percentunit",
-        "A full tier is well used; whether it is too small is told by evictions.",
+        "A full tier is well used. Evictions show whether it is too small.",
         (
             (
                 share(
@@ -125,11 +126,11 @@ OVERVIEW: Final = (
             ),
         ),
     ),
-    Shown(
+    DashboardPanel(
         Section.CHOICE,
         "Share of requests that a store was chosen for",
         "percentunit",
-        "What each store is worth beside the others.",
+        "Of the requests that were looked up in a store: how many the store was chosen to load.",
         (
             (
                 share(
@@ -143,13 +144,13 @@ OVERVIEW: Final = (
 )
 
 
-def shown(catalogue: Catalogue) -> list[Shown]:
-    """All panels: section by section, those that relate metrics first."""
+def all_panels(catalogue: Catalogue) -> list[DashboardPanel]:
+    """All panels: section by section, panels that relate metrics first."""
     panels = [*OVERVIEW, *_declared(catalogue)]
     return [panel for section in Section for panel in panels if panel.section is section]
 
 
-def _declared(catalogue: Catalogue) -> Iterator[Shown]:
+def _declared(catalogue: Catalogue) -> Iterator[DashboardPanel]:
     together: dict[tuple[Section, str], list[Metric]] = {}
     for metric in catalogue.metrics:
         if metric.panel is not None:
@@ -159,7 +160,7 @@ def _declared(catalogue: Catalogue) -> Iterator[Shown]:
         unit = _unit(metrics[0]) if len(views) == 1 else "short"
         description = "\n\n".join(metric.help for metric in metrics)
         queries = tuple(query for metric in metrics for query in _queries(metric, metrics))
-        yield Shown(section, title, unit, description, queries)
+        yield DashboardPanel(section, title, unit, description, queries)
 
 
 def _queries(metric: Metric, beside: Sequence[Metric]) -> Iterator[tuple[str, str]]:
@@ -188,7 +189,7 @@ def _plain(metric: Metric) -> str:
 
 
 def _difference(metric: Metric, beside: Sequence[Metric]) -> str:
-    """Name of a metric without its common prefix and suffix."""
+    """Name of a metric without the first and last words that all metrics of the panel share."""
     words = [_plain(other).split() for other in beside]
     mine = _plain(metric).split()
     while len(mine) > 1 and all(len(other) > 1 and other[0] == words[0][0] for other in words):
@@ -209,7 +210,7 @@ def dashboard(catalogue: Catalogue) -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     top = 0
     for section in Section:
-        members = [panel for panel in shown(catalogue) if panel.section is section]
+        members = [panel for panel in all_panels(catalogue) if panel.section is section]
         panels.append(_row(section, len(panels) + 1, top))
         top += 1
         for position, panel in enumerate(members):
@@ -241,7 +242,7 @@ def _row(section: Section, panel_id: int, top: int) -> dict[str, Any]:
     return {"id": panel_id, "type": "row", "title": str(section), "collapsed": False, "gridPos": place, "panels": []}
 
 
-def _panel(panel: Shown, panel_id: int, place: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: DashboardPanel, panel_id: int, place: dict[str, int]) -> dict[str, Any]:
     # Engines are separate curves only if the operator chose several.
     targets = [
         {

@@ -17,8 +17,8 @@ RULES = Path("deploy/prometheus/hybridkv-alerts.yml")
 _HEAD = """# Metrics
 
 Generated from `hybridkv.metrics.CATALOGUE` by `tools/observability/reference.py`; a test compares the two.
-vLLM puts its own labels (`model_name`, `engine`) before these. Each has a panel in `deploy/grafana/hybridkv.json`;
-[Observing](../guides/observing.md) says how to use that and the alerts.
+vLLM puts its own labels (`model_name`, `engine`) before these. Each metric has a panel in the dashboard
+`deploy/grafana/hybridkv.json`; [Observing](../guides/observing.md) says how to use the dashboard and the alerts.
 
 | name | kind | unit | labels | meaning |
 | --- | --- | --- | --- | --- |

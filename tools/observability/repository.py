@@ -12,6 +12,6 @@ PAGE = "docs/reference/metrics.md"
 
 
 def read(path: str) -> str:
-    """The file, wherever the tests run."""
+    """Text of a file of the repository: also in the copy of the tree in which Bazel runs tests."""
     found = [folder / path for folder in Path(__file__).resolve().parents if (folder / path).is_file()]
     return found[0].read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The alerts use declared metrics only. promtool tests in tests/observability when they fire."""
+"""The alerts use declared metrics only. Tests in tests/observability check with promtool when the alerts fire."""
 
 from __future__ import annotations
 

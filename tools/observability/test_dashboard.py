@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from dashboard import COLUMNS, dashboard, render, shown
+from dashboard import COLUMNS, all_panels, dashboard, render
 from repository import DASHBOARD, read
 
 from hybridkv.metrics import CATALOGUE, Kind, Metric, MetricsError, Panel, Section, View
@@ -37,7 +37,7 @@ def test_each_metric_is_shown_by_a_panel(metric: Metric) -> None:
 def curves_of(metric: Metric) -> list[tuple[str, str]]:
     """Queries of a metric, each with the name of its curves."""
     named = re.compile(rf"{metric.name}{'_bucket' if metric.buckets else ''}\b")
-    return [curve for panel in shown(CATALOGUE) for curve in panel.queries if named.search(curve[0])]
+    return [curve for panel in all_panels(CATALOGUE) for curve in panel.queries if named.search(curve[0])]
 
 
 def test_each_metric_of_a_query_is_declared() -> None:
@@ -115,5 +115,5 @@ def test_a_panel_that_cannot_show_its_metric_is_refused(panel: Panel) -> None:
 
 
 def test_metrics_with_the_same_title_share_a_panel() -> None:
-    declared = {panel.title: panel for panel in shown(CATALOGUE)}
+    declared = {panel.title: panel for panel in all_panels(CATALOGUE)}
     assert [legend for _, legend in declared["Space"].queries] == ["used {{tier}}", "capacity {{tier}}"]

@@ -2,8 +2,8 @@
 
     build_site.py ROOT OUTPUT
 
-The pages keep their paths, so their links do not change. Adds an API page for each library, which mkdocstrings fills
-from the docstrings. Imports none of the libraries.
+The pages keep their paths, so their links do not change. Adds an API page for each library in `API`; mkdocstrings fills
+it from the docstrings. Imports none of the libraries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FENCE = re.compile(r"^ *(```|~~~)")
 
 
 def build(root: Path, output: Path) -> None:
-    """Builds the site in a new folder.
+    """Builds the site.
 
     Args:
         root: the tree.
@@ -63,7 +63,8 @@ def build(root: Path, output: Path) -> None:
 
 
 def stage(root: Path, folder: Path) -> None:
-    """Copies the configuration, all pages that can be reached, the files that they link to, and our sources."""
+    """Copies the configuration, all pages that can be reached, the files that they link to, and the sources of the
+    libraries in `API`. Writes the API pages."""
     config = (root / CONFIG).read_text(encoding="utf-8")
     (folder / "mkdocs.yml").write_text(config, encoding="utf-8")
     pages = folder / "pages"
@@ -88,7 +89,8 @@ def stage(root: Path, folder: Path) -> None:
 
 
 def reachable(root: Path, first: list[str]) -> Iterator[str]:
-    """The given pages, and all pages and files that are reachable from them by links."""
+    """The given pages, and all pages and files that are reachable from them by links. SystemExit if a given page does
+    not exist."""
     waiting, seen = list(first), set(first)
     while waiting:
         name = waiting.pop()

@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "COPY_S", 0.0)
+    monkeypatch.setattr(measuring, "RESET_PAUSE_S", 0.0)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def main() -> None:
 def check(config: str, as_json: bool) -> None:
     """`config` is a file with the JSON object of --kv-transfer-config, "-" for stdin, or the object itself.
 
-    Exit status: 0 without problems, 1 for warnings only, 2 for an error.
+    Exit status: 0 without problems, 1 for warnings only, 2 for an error, or for a warning that no connector is checked.
     """
     from hybridkv.cli.output import FAILED, as_problem, print_json, status_of
     from hybridkv.connectors import checking
@@ -74,7 +74,7 @@ def check(config: str, as_json: bool) -> None:
     help='File with the object of --kv-transfer-config, "-" for stdin, or the object itself.',
 )
 @click.option("--max-model-len", help="As for vllm serve.")
-@click.option("--tensor-parallel-size", "-tp", help="As for vllm serve. No GPU but one is needed for the plan.")
+@click.option("--tensor-parallel-size", "-tp", help="As for vllm serve. The plan needs at most one GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="")
 def plan(
@@ -180,10 +180,10 @@ def explain(log: str, as_json: bool) -> None:
 def _store_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of a command that opens an object store."""
     for option in (
-        click.option("--secret-file", help="Of a URL: the tier's secret_file."),
-        click.option("--credentials-file", help="Of a URL: the tier's credentials_file."),
-        click.option("--region", help="Of a URL: the bucket's region."),
-        click.option("--endpoint", help="Of a URL: the address of your own server."),
+        click.option("--secret-file", help="For a URL: the tier's secret_file."),
+        click.option("--credentials-file", help="For a URL: the tier's credentials_file."),
+        click.option("--region", help="For a URL: the bucket's region."),
+        click.option("--endpoint", help="For a URL: the address of your own server."),
     ):
         command = option(command)
     return command
@@ -267,7 +267,9 @@ def verify(place: str, as_json: bool, **options: str | None) -> None:
     help="Also caches or objects that were not used for that many days.",
 )
 @click.option(
-    "--capacity", help="Of a URL: also the least recently used objects, until the store has this size, such as 2TiB."
+    "--capacity",
+    help="For a URL: if the store is larger than this, such as 2TiB, also the least recently used objects, down to "
+    "90 % of this size.",
 )
 @_store_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -317,7 +319,8 @@ def gc(
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> None:
-    """Exit status: 0, 1 if the operator does not confirm, or 2 if a cache is open or cannot be deleted."""
+    """Exit status: 0, 1 if the operator does not confirm, or 2 if the directory cannot be used, or a cache is open or
+    cannot be deleted."""
     from hybridkv.cli import stores
     from hybridkv.cli.output import FAILED, WARNED
 
@@ -344,7 +347,7 @@ def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> N
 @click.argument("config", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(config: str | None, as_json: bool) -> None:
-    """Exit status: 0, 1 for warnings only, 2 if a check fails."""
+    """Exit status: 0, 1 for warnings only, 2 if a check fails or an engine would refuse the configuration."""
     from hybridkv.cli import doctoring
     from hybridkv.cli.output import FAILED, FINE, WARNED, print_json
     from hybridkv.connectors import checking

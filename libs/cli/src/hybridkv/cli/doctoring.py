@@ -108,7 +108,8 @@ def _lmcache(extra: Mapping[str, Any]) -> Iterator[CheckResult]:
         try:
             socket.create_connection((address[0], port), timeout=config.connect_timeout_seconds).close()
         except OSError as error:
-            hint = f"start `lmcache server`, or check its {option}; an engine starts without it only with chunk_tokens"
+            needed = "an engine starts without the server only with chunk_tokens"
+            hint = f"start `lmcache server`, or check its {option}; {needed}"
             yield CheckResult("fail" if config.chunk_tokens is None else "warn", name, str(error), hint)
         else:
             yield CheckResult("ok", name, "accepts connections")
@@ -177,7 +178,9 @@ def _disk(path: Path, capacity: int) -> Iterator[CheckResult]:
             else:
                 yield CheckResult("ok", name, "O_DIRECT can be used")
     except OSError as error:
-        yield CheckResult("fail", name, f"{place}: {error.strerror}", "it or its parent must exist and be writable")
+        yield CheckResult(
+            "fail", name, f"{place}: {error.strerror}", "the path or its parent must exist and be writable"
+        )
 
 
 def _object(tier: Any) -> CheckResult:

@@ -52,7 +52,8 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
         options: further options of `vllm serve`.
 
     Raises:
-        ReportError: vLLM is not installed, an option is unknown, or vLLM refuses the model or the options.
+        ReportError: vLLM is not installed or has another version, an option is unknown, vLLM refuses the model or the
+            options, or the engine has a drafter.
     """
     if find_spec("vllm") is None:
         raise ReportError(
@@ -70,7 +71,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
                 "error", model, "a directory with config.json, or a name for vllm serve", "no config.json there", ""
             )
         )
-    # Read when vLLM is imported. vLLM must not log to stdout, which has only the report.
+    # vLLM reads these variables when it is imported. It must not log to stdout, which has only the report.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with _as_report_error(model):
@@ -82,9 +83,9 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
                 SettingProblem(
                     "error",
                     "speculative_config",
-                    "an engine without a drafter: its layers are not planned",
+                    "an engine without a drafter: the layers of drafters are not planned",
                     str(getattr(vllm_config.speculative_config, "method", "one")),
-                    "leave it out; an engine with one logs its groups at its start",
+                    "leave speculative_config out; an engine with a drafter logs its groups at its start",
                 )
             )
         kv_cache_config = _groups(vllm_config)
@@ -92,14 +93,14 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
 
 
 def _has_config(model: str) -> bool:
-    """False if the model is a path without a configuration. vLLM looks a name up."""
+    """False if the model is a path without config.json. True for a name, which vLLM looks up."""
     path = Path(model)
     return (path / "config.json").is_file() or not (path.exists() or model.startswith((".", "/", "~")))
 
 
 @contextlib.contextmanager
 def _as_report_error(model: str) -> Iterator[None]:
-    """Turns an error of vLLM or of a library below it into a problem."""
+    """Turns an error of vLLM or of a library below it into a `ReportError`. Does not change a `ConfigurationError`."""
     try:
         yield
     except ReportError:

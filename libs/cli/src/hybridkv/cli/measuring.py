@@ -1,7 +1,8 @@
 """Time to first token of a running server: cold, with a hit in its own cache, and restored from the tiers.
 
 Uses OpenAI's completions API through the standard library. Prompts are random token ids, so no prompt is in a cache
-before its first request. A restore is measured if the server can reset its own cache (VLLM_SERVER_DEV_MODE=1).
+before its first request, unless an earlier run had the same seed. A restore is measured if the server can reset its own
+cache (VLLM_SERVER_DEV_MODE=1).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from hybridkv.connectors.errors import SettingProblem
 TIMEOUT_S: Final = 600.0
 TOKEN_IDS: Final = range(100, 1000)
 """Token ids of prompts. Every vocabulary has these ids."""
-COPY_S: Final = 1.0
-"""Pause before a reset, so that stores can end."""
+RESET_PAUSE_S: Final = 1.0
+"""Pause before each try of a reset, so that stores can end."""
 RESET_TRIES: Final = 10
 COLD, OWN, RESTORED = "cold", "own", "restored"
 
@@ -209,7 +210,8 @@ class _Server:
         return name, served[name]
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, int | None]:
-        """Seconds to the first token of an answer, and number of the prompt's tokens that were not computed."""
+        """Seconds to the first token of an answer, and number of cached tokens of the prompt; None if the server does
+        not report this number."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -237,9 +239,10 @@ class _Server:
         return took_s, cached
 
     def reset(self) -> bool:
-        """Clears the engine's own prefix cache, not the tiers. False if the server does not do this."""
+        """Clears the engine's own prefix cache, not the tiers. Tries `RESET_TRIES` times. False if the server does not
+        do this."""
         for _ in range(RESET_TRIES):
-            time.sleep(COPY_S)
+            time.sleep(RESET_PAUSE_S)
             try:
                 with self._request("POST", "/reset_prefix_cache?reset_external=false", {}) as reply:
                     if json.loads(reply.read() or b"{}").get("success", True):

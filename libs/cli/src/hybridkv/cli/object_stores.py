@@ -35,7 +35,8 @@ def location_of(url: str, options: Mapping[str, str | None]) -> StoreLocation:
         options: "endpoint", "region", "credentials_file" and "secret_file" of the tier.
 
     Raises:
-        ReportError: a file cannot be used, or the URL has credentials.
+        ReportError: the content of a file cannot be used, or the URL has credentials.
+        OSError: the file with the credentials cannot be read.
     """
     if "@" in url.partition("://")[2].partition("/")[0]:  # the URL is not in the error, because it may contain a secret
         hint = "put them into --credentials-file, or the environment"
@@ -78,7 +79,7 @@ def inspect(location: StoreLocation, on_progress: Callable[[int], None]) -> Obje
 
     Raises:
         TierConfigurationError: a setting is wrong.
-        ReportError: the store cannot be listed.
+        ReportError: the store's directory does not exist, or the store cannot be listed.
     """
     store = _open(location)
     try:
@@ -92,7 +93,7 @@ def verify(location: StoreLocation, on_progress: Callable[[int], None]) -> Objec
 
     Raises:
         TierConfigurationError: a setting is wrong.
-        ReportError: the store cannot be listed.
+        ReportError: the store's directory does not exist, or the store cannot be listed.
     """
     store = _open(location)
     try:
@@ -111,7 +112,8 @@ def sweep(location: StoreLocation, rules: SweepRules, on_progress: Callable[[int
 
     Raises:
         TierConfigurationError: a setting is wrong.
-        ReportError: the store cannot be listed, or another process sweeps the directory.
+        ReportError: the store's directory does not exist, the store cannot be listed, or another process sweeps the
+            directory.
     """
     store = _open(location)
     try:

@@ -1,7 +1,7 @@
 """Plan of an engine for an operator: groups, chunk, capacity of each tier, and lines that the engine would log.
 
-Every number comes from the code that the engine runs at its start. No engine starts, no tier opens and no weights are
-read, so an engine may still fail in these steps.
+Groups, chunk and capacities come from the code that the engine runs at its start. No engine starts, no tier opens and
+no weights are read, so an engine may still fail in these steps.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         options: further options of `vllm serve`.
 
     Raises:
-        ConfigurationError: the engine would refuse the configuration or the model, in the same words.
-        ReportError: vLLM is not installed or refuses, or the connector is not HybridOffloadConnector.
+        ConfigurationError: the engine would refuse the model or the configuration for this model, in the same words.
+        ReportError: a setting is wrong, vLLM is not installed or refuses, or the connector is not
+            HybridOffloadConnector.
     """
     if transfer.get("kv_connector") != CONNECTOR:
         got = repr(transfer["kv_connector"]) if "kv_connector" in transfer else "nothing"

@@ -20,7 +20,7 @@ MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 """Simulated sizes of host memory, as multiples of the size in the plan."""
 PERCENTS: Final = (5, 10, 30, 100)
 """Simulated sizes without a plan, in percent of all content that the trace stores."""
-SEEN_CHUNKS: Final = 1 << 18
+MAX_SEEN_PREFIXES: Final = 1 << 18
 """Maximum number of prefixes in the planner's table."""
 CURVES: Final = {
     "attention": Curve("attention alone (bound)", "#999999", "4 3"),
@@ -89,7 +89,7 @@ def sizes_of_plan(text: str, name: str) -> ModelSizes:
     """Sizes from the JSON document of `hybridkv plan`.
 
     Raises:
-        ReportError: the text is another document, or the model has no attention.
+        ReportError: the text is another document, the model has no attention, or the plan has no tiers.
     """
     from hybridkv.connectors.vllm.offload.startup_log import StartupReport
 
@@ -166,7 +166,7 @@ def _row(trace: Trace, size: str, chunks: int, whole: int, costs: CostModel) -> 
     rates, extra = {"attention": attention.hit_rate}, 0.0
     if costs.state_chunks:
         policies: dict[str, StopPolicy] = {
-            "planner": PlannerStops(trace, chunks, costs, SEEN_CHUNKS),
+            "planner": PlannerStops(trace, chunks, costs, MAX_SEEN_PREFIXES),
             "ends": PromptEnds(),
         }
         found = {name: simulate(trace, chunks, costs, policy) for name, policy in policies.items()}

@@ -30,10 +30,11 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
     Args:
         name: digest of the namespace's fingerprint, in hexadecimal.
-        num_records: records that were read.
+        num_records: records to read, over all ranks; all of them were read if there is no `problem`.
         num_damaged: records that a load would refuse.
         damages: the damaged records, at most `MAX_DAMAGES`.
-        num_lost_segments: segments that are damaged, cleared or unreadable; their records were not read.
+        num_lost_segments: segments that are damaged, cleared, of another version, not on every rank, or unreadable;
+            their records were not read.
         problem: reason why the namespace cannot be read; "" if it can be read.
     """
 
@@ -104,7 +105,7 @@ def not_opened_for(reports: Iterable[NamespaceReport], days: float) -> list[Name
 
 
 def garbage(path: str, days: float | None) -> list[NamespaceReport]:
-    """Namespaces without a chunk, and namespaces not opened for `days` days. Without those that are open now.
+    """Readable namespaces without a chunk, and namespaces not opened for `days` days. Without those that are open now.
 
     Raises:
         TierConfigurationError: the directory cannot be used.
@@ -128,7 +129,8 @@ def clear(path: str, names: Iterable[str]) -> list[str]:
 
 
 def namespaces_text(reports: Sequence[NamespaceReport]) -> str:
-    """Text about namespaces, for people. Shows only facts that differ between namespaces."""
+    """Text about namespaces, for people. Of the facts of the first namespace, shows only those that differ between
+    namespaces."""
     if not reports:
         return "no cache"
     differing = [fact for fact in reports[0].facts if len({report.facts.get(fact) for report in reports}) > 1]

@@ -83,7 +83,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_lookups_total",
             Kind.COUNTER,
             "lookups",
-            "Requests that were looked up in the tiers, by result and by the reason why the hit was not longer.",
+            "Admitted requests (hit, miss), by the reason why the hit was not longer, and lookups that began to wait "
+            "(pending).",
             (Label("result", ("hit", "pending", "miss")), _REASON),
             panel=Panel(Section.HITS, "Lookups"),
         ),
@@ -99,7 +100,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_hit_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "Tokens that lookups found in the tiers beyond those in GPU memory.",
+            "Tokens that lookups found in the tiers beyond those in GPU memory, and that the engine loads.",
             panel=Panel(Section.HITS, "Tokens found in the tiers"),
         ),
         Metric(
@@ -152,7 +153,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_checkpoint_stops_total",
             Kind.COUNTER,
             "stops",
-            "Boundaries at which prefills were stopped to store recurrent states, by reason.",
+            "Boundaries at which prefills of admitted requests stop to store recurrent states, by reason.",
             (Label("reason", ("junction", "branch", "spaced", "end")),),
             panel=Panel(Section.HITS, "Stops for states"),
         ),
@@ -160,8 +161,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_checkpoint_stops_left_out_total",
             Kind.COUNTER,
             "stops",
-            "Stops that were considered and not made: too many steps, too expensive for the prompt, or not worth their "
-            "bytes.",
+            "Stops that were considered and not made: too many steps (stops), too much extra prefill (share), or not "
+            "worth their step and bytes (worth).",
             (Label("cause", ("stops", "share", "worth")),),
             panel=Panel(Section.HITS, "Stops left out"),
         ),
@@ -238,8 +239,9 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "requests",
             "Requests that continued from a corrupt block of vLLM, so that they are neither stored nor offered to a "
-            "peer. Causes: a partial copy, a copy of a block before that block was copied, or a block with "
-            "another state than its hash says or computed by such a request.",
+            "peer. `partial_copy`: vLLM may have copied a block only in part. `copied_copy`: vLLM copied from a "
+            "block that the same step also filled by a copy. `wrong_block`: a block has another state than its hash "
+            "says, was computed by such a request, or was copied from such a block.",
             (Label("cause", ("partial_copy", "copied_copy", "wrong_block")),),
             panel=Panel(Section.STORES, "Requests not stored"),
         ),
@@ -295,7 +297,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_size_bytes",
             Kind.HISTOGRAM,
             "bytes",
-            "Bytes that one request stored after one step, over all ranks.",
+            "Bytes of one store job on one rank.",
             buckets=_BYTES,
             panel=Panel(Section.STORES, "Size of a store"),
         ),
@@ -345,7 +347,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_load_size_bytes",
             Kind.HISTOGRAM,
             "bytes",
-            "Bytes of one successful load, over all ranks.",
+            "Bytes of one load job on one rank.",
             buckets=_BYTES,
             panel=Panel(Section.LOADS, "Size of a load"),
         ),
@@ -505,7 +507,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_load_seconds",
             Kind.HISTOGRAM,
             "seconds",
-            "Time of one load job, without its wait for earlier jobs.",
+            "Time of one load job on one rank, without its wait for earlier jobs.",
             buckets=_SECONDS,
             panel=Panel(Section.LOADS, "Time of a load"),
         ),
@@ -513,7 +515,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_seconds",
             Kind.HISTOGRAM,
             "seconds",
-            "Time of one store job, without its wait for earlier jobs.",
+            "Time of one store job on one rank, without its wait for earlier jobs.",
             buckets=_SECONDS,
             panel=Panel(Section.STORES, "Time of a store"),
         ),

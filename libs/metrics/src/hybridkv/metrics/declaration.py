@@ -103,8 +103,8 @@ class Metric:
     Args:
         buckets: upper bounds of a histogram, ascending, without infinity.
         panel: panel of the metric on the dashboard.
-        starts_at_zero: export all series from the start, for alerts on a single event. Otherwise a series with labels
-            appears with its first count, and Prometheus sees no increase.
+        starts_at_zero: counters and histograms: export all series from the start, for alerts on a single event.
+            Otherwise a series with labels appears with its first count, and Prometheus sees no increase.
     """
 
     name: str
@@ -163,7 +163,8 @@ class Metric:
         return fixed if len(fixed) == len(self.labels) else None
 
     def with_values(self, name: str, values: Sequence[str]) -> Metric:
-        """Copy with the values of a configured label. `MetricsError` if they are too many, none or not unique."""
+        """Copy with the values of a configured label; equal if the metric does not have the label. `MetricsError` if
+        the values are too many, none or not unique."""
         labels: list[Label | ConfiguredLabel] = []
         for label in self.labels:
             if isinstance(label, ConfiguredLabel) and label.name == name:

@@ -93,7 +93,7 @@ class SelectionStats(msgspec.Struct, forbid_unknown_fields=True):
     children: dict[str, ChildSelection] = {}
 
     def child(self, name: str) -> ChildSelection:
-        """Counts of one store, which the caller increments."""
+        """Counts of one store, for the caller to increment. Adds them if the store has none."""
         counts = self.children.get(name)
         if counts is None:
             counts = self.children[name] = ChildSelection()

@@ -1,8 +1,9 @@
-"""Decisions about hybrid KV caches as total, pure functions: no clock, no I/O, no randomness, no torch, no engine.
+"""Decisions about hybrid KV caches: pure functions, and a few tables that the caller updates. No clock, no I/O, no
+randomness, no torch, no engine.
 
 A request can resume at token N only if every KV cache group can. The library defines the content that each kind of
 group needs, finds the longest such N in a store, and plans the blocks that move. `life` decides the next step of a
-request that wants to load, over the values of `stages`. The library holds no bytes and no keys.
+request that wants to load, over the values of `stages`. The library holds no KV bytes. Keys are opaque to it.
 """
 
 from hybridkv.planner import life, stages

@@ -70,8 +70,8 @@ class RoomBounds(msgspec.Struct, frozen=True):
     """Limits of the wait for room.
 
     Args:
-        polls: maximum number of `RetryLater` replies to a request; None: no limit.
-        seconds: longest wait, from the first poll.
+        polls: maximum number of counted `RetryLater` replies to a request; None: no limit.
+        seconds: longest wait, from the first counted poll.
         loads_end: every load ends in bounded time. Then requests with blocks, and requests after a failed load, are
             certain to be scheduled, and a wait for these requests needs no limit.
     """
@@ -92,7 +92,10 @@ NOT_WAITED: Final = RoomWait()
 
 
 def admit(room: Room) -> Verdict:
-    """Decides whether a request may get blocks for a load now. Without other requests, the answer is always ADMIT."""
+    """Decides whether a request may get blocks for a load now.
+
+    Always ADMIT if no other request holds blocks for a load, and no request waits after a failed load.
+    """
     others = room.held_by_others
     if room.must_let_pass or (others and (room.has_failed or others + room.needed_blocks > room.pool_blocks)):
         return _WAIT
@@ -132,7 +135,11 @@ def gate_load(room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds) -> t
 
 
 def _wait(wait: RoomWait, now_s: float, bounds: RoomBounds, *, is_certain: bool) -> tuple[Verdict, RoomWait]:
-    """Counts one more poll, within the limits. A wait for requests that are certain to be scheduled has no limit."""
+    """Counts one more poll. Refuses beyond the limits.
+
+    If the awaited requests are certain to be scheduled and every load ends, does not count the poll, and resets the
+    start of the wait.
+    """
     since_s: float | None
     if is_certain and bounds.loads_end:
         polls, since_s, has_time = wait.polls, None, True
@@ -197,7 +204,7 @@ class LoadAdmission:
         self.is_idle = False
 
     def fail(self, request_id: str, num_tokens: int) -> None:
-        """Records a failed load. Its blocks are free. The engine reserves the same number for it."""
+        """Records a failed load. The request's blocks are free. The engine reserves the same number for the request."""
         self._drop_held(request_id)
         self._drop_failed(request_id)
         self._failed[request_id] = blocks = self.blocks(num_tokens)

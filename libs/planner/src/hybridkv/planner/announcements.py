@@ -69,7 +69,8 @@ class _Node(Generic[P]):
     announced: list[int]
     """For each tier, the announced parts, as bits."""
     runs: list[int]
-    """For each group, the length of the run of held chunks that ends here. FULL groups: all chunks, or 0."""
+    """For each group, the length of the run of held chunks that ends here, at most `_longest_run`. FULL groups: all
+    chunks of the path, or 0."""
     needs: list[int]
     """For each group that is not FULL, the number of resumable boundaries that need its part."""
     parent: _Node[P] | None = None
@@ -129,18 +130,18 @@ class Announcer(Generic[P]):
         return iter(list(self._by_key))
 
     def announced(self) -> list[Announcement[P]]:
-        """All announced parts, prefixes first."""
+        """All announced parts as of the last `take`, prefixes first."""
         return _in_order(
-            each for node in self._nodes.values() for tier in range(self._num_tiers) for each in self._of(node, tier)
+            each
+            for node in self._nodes.values()
+            for tier in range(self._num_tiers)
+            for each in self._parts(node, tier, node.announced[tier])
         )
-
-    def _of(self, node: _Node[P], tier: int) -> Iterator[Announcement[P]]:
-        yield from self._parts(node, tier, node.announced[tier])
 
     # Events.
 
     def describe(self, chunk: ChunkNode[P]) -> None:
-        """Adds a chunk of a request. `note` reports the parts that tiers hold.
+        """Adds a chunk of a request, unless it is known. `note` reports the parts that tiers hold.
 
         Raises:
             ValueError: the number of keys is not the number of stored groups.
@@ -180,7 +181,7 @@ class Announcer(Generic[P]):
                 self._update_runs(node, place)
 
     def take(self) -> News[P]:
-        """Net changes since the last call."""
+        """Net changes since the last call. Forgets changed chunks without a part."""
         stored: list[Announcement[P]] = []
         removed: list[Announcement[P]] = []
         changed, self._changed = self._changed, {}

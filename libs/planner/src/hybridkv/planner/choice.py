@@ -17,7 +17,7 @@ import msgspec
 AUTO: Final = "auto"
 
 Weight: TypeAlias = float | Literal["auto"]
-"""Worth of a token of a store: positive and finite, or learned from its loads."""
+"""Worth of a token of a store: positive and finite, or "auto": learned from the store's loads."""
 
 
 class Unusable(enum.StrEnum):
@@ -92,14 +92,14 @@ def choose(
     may_wait: bool = True,
     soon: Mapping[int, int] = _NO_STORES,
 ) -> Choice:
-    """Chooses the store with the highest score above zero; the first one on a tie.
+    """Chooses the store with the highest score above zero; the first one on a tie. `Pass` if there is none.
 
     The score of a store with a weight is `tokens x weight`. With the weight "auto" it is the number of tokens that the
     load saves net: prefill seconds that the hit saves, minus seconds of the load, over the prefill seconds of one
     token. While either rate is unknown, it is the number of tokens.
 
-    The choice is to wait only if every usable store needs more time and `may_wait`, or if a store in `soon` could still
-    have the highest score. An `Unusable` store has no part in the choice.
+    The choice is `Wait` only if `may_wait`, and in one of two cases: every usable store needs more time, or a store in
+    `soon` without an answer could still have the highest score. An `Unusable` store has no part in the choice.
 
     Args:
         answers: answer of each store.
@@ -143,7 +143,10 @@ def _worth(weight: Weight) -> float:
 
 
 def net_tokens(tokens: int, child: int, rates: Rates) -> float:
-    """Tokens that a load saves, minus the tokens computed in the time of the load; negative: computing is faster."""
+    """Tokens that a load saves, minus the tokens computed in the time of the load; negative: computing is faster.
+
+    `tokens` while a rate is unknown.
+    """
     prefill = rates.prefill_seconds_per_token
     load = rates.load_seconds_per_token[child] if child < len(rates.load_seconds_per_token) else None
     if load is None or prefill is None or not prefill > 0:
@@ -171,7 +174,10 @@ UNKNOWN_RATE: Final = Rate()
 
 
 def observe(rate: Rate, num_tokens: int, seconds: float, now_s: float) -> Rate:
-    """Rate after `num_tokens` took `seconds`. Unchanged without tokens, or if a time is not finite."""
+    """Rate after `num_tokens` took `seconds`, which are clamped to the bounds of a rate.
+
+    Unchanged without tokens, or if a time is not finite. A rate that is unknown again begins anew.
+    """
     if num_tokens <= 0 or not math.isfinite(seconds) or not math.isfinite(now_s):
         return rate
     bounded = min(max(seconds, num_tokens * MIN_SECONDS_PER_TOKEN), num_tokens * MAX_SECONDS_PER_TOKEN)

@@ -20,7 +20,7 @@ _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKi
 
 
 def resume_start(group: GroupSpec, num_tokens: int) -> int:
-    """First token that `group` reads when a request resumes at `num_tokens`.
+    """First token that `group` reads when a request resumes at `num_tokens`; `num_tokens` if it reads none.
 
     Never decreases as `num_tokens` grows, so one stored part of a chunk serves every later boundary.
     """
@@ -63,8 +63,8 @@ def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
     """Tokens of a group that are stored for the chunk or tail that ends at `end_token`; may be empty.
 
     The span starts at the start of a block, unless the chunk starts inside a block. It ends at the end of a block,
-    unless it is a tail or the chunk ends inside a block. FULL: the whole chunk. WINDOW and CHUNKED: the blocks that a
-    boundary at `end_token` or later reads. RECURRENT: the last block, which holds the state.
+    unless the chunk or tail ends inside a block. FULL: all tokens of the chunk or tail. WINDOW and CHUNKED: the blocks
+    that a boundary at `end_token` or later reads. RECURRENT: the last block, which holds the state.
     """
     group = spec.groups[group_index]
     chunk_start = (end_token - 1) // spec.chunk_tokens * spec.chunk_tokens
@@ -77,8 +77,8 @@ def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
 def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
     """`chunk_span` as indices into the group's block table.
 
-    The last block of a tail may be partly filled. A chunk that cuts blocks shares its first and last block with its
-    neighbours.
+    The last block of a tail may be partly filled. A chunk that starts or ends inside a block shares this block with its
+    neighbour.
     """
     block_tokens, chunk = spec.groups[group_index].block_tokens, spec.chunk_tokens
     alike = spec.uniform_chunk_blocks[group_index]
@@ -106,8 +106,8 @@ def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
     """First token that a group loads to resume at `num_tokens`: `read_start`, moved down to the start of its block
     unless the engine holds the tokens before it.
 
-    Blocks are loaded whole, because the engine treats a kept block as complete. If no chunk ends inside a block, both
-    tokens lie in the same chunk.
+    Blocks are loaded whole, because the engine treats a kept block as complete. If no chunk ends inside a block,
+    `read_start` and `load_start` lie in the same chunk.
     """
     start = resume_start(group, num_tokens)
     if group.kind is _RECURRENT or start >= computed_tokens:
@@ -125,8 +125,8 @@ def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tok
         computed_tokens: the prefix that the engine holds itself.
 
     Returns:
-        Chunk ends, ascending, each a multiple of `spec.chunk_tokens`. If the boundary lies inside a chunk, the last one
-        is the end of a tail.
+        Ascending ends, empty if the group needs none: multiples of `spec.chunk_tokens`. If the boundary lies inside a
+        chunk, the last end is the boundary, as the end of a tail.
     """
     group, chunk = spec.groups[group_index], spec.chunk_tokens
     start = load_start(group, num_tokens, computed_tokens)

@@ -185,7 +185,7 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: for the cached
 
     @functools.cached_property
     def first_full(self) -> int | None:
-        """Index of the first FULL group; None if there is none. No request can resume without its first chunk."""
+        """Index of the first FULL group; None if there is none."""
         return next(iter(self.full_groups), None)
 
     @functools.cached_property

@@ -8,7 +8,8 @@ it. Three rules keep the lookups few:
 - In a tier without ranges, a window is looked up from its first chunk. If this chunk is missing, no boundary that reads
   it can be a hit. So a new prompt costs one lookup for each window length, not one for each boundary.
 - After many misses of scarce kinds, a few lookups of the FULL groups lower the boundary. In a tier that answers ranges,
-  the first chunk of the first FULL group is looked up before all others: without it there is no hit.
+  and without tails, the first chunk of the first FULL group after the engine's own prefix is looked up before all
+  others: without it there is no hit.
 
 After a search, `measure_loss` returns the tokens that the FULL groups hold beyond the hit.
 """
@@ -19,7 +20,7 @@ import msgspec
 
 from hybridkv.planner.coverage import load_start, needed_ends, read_start, resume_start
 from hybridkv.planner.groups import CacheSpec, GroupKind
-from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup, Scan, first_missing, is_held
+from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup, Scan, find_missing, is_held
 
 # In CPython 3.11, access to an enum member takes longer than most other operations of a search.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
@@ -43,8 +44,8 @@ class Miss(msgspec.Struct, frozen=True, tag=True):
     """No hit beyond the engine's own prefix.
 
     Args:
-        limiting_group: the group that ruled out the last boundary; None if the request has no boundary beyond the
-            engine's own prefix.
+        limiting_group: the group that ruled out all boundaries that the other groups had left; None if the request has
+            no boundary beyond the engine's own prefix.
         reason: the reason, as text.
     """
 
@@ -53,7 +54,7 @@ class Miss(msgspec.Struct, frozen=True, tag=True):
 
 
 def last_boundary(spec: CacheSpec, num_tokens: int) -> int:
-    """Last boundary at which a request of `num_tokens` can resume.
+    """Last boundary at which a request of `num_tokens` can resume; 0 if there is none.
 
     The last token is always computed, and the request must contain the lookahead tokens after the boundary.
     """
@@ -65,13 +66,14 @@ def longest_hit(
 ) -> Hit | Pending | Miss:
     """Longest boundary at which all groups can resume.
 
-    Looks up no key twice, and at most one key per boundary in each group: O(chunks), with tails O(num_tokens /
-    tail_tokens). Without states, windows and tails, the number of lookups is the number of held chunks plus one.
+    Without `ranges`, looks up no key twice, and at most one key per boundary in each group: O(chunks), with tails
+    O(num_tokens / tail_tokens). If all groups are FULL and there are no tails, each group costs at most one lookup more
+    than it holds chunks.
 
     Args:
         spec: the model's groups.
         num_tokens: tokens of the request; the last one is always recomputed.
-        computed_tokens: the prefix that the engine holds itself; a shorter hit is a miss.
+        computed_tokens: the prefix that the engine holds itself; a hit that is not longer is a miss.
         lookup: looks up the end of a chunk, a multiple of `spec.chunk_tokens`, or of a tail if tails are stored.
         ranges: looks up many chunks at once, if the tier can. It must agree with `lookup`, which is then called for
             tails only. A few calls per group are enough for prefixes without holes, and O(log) more if states or
@@ -124,9 +126,9 @@ class _HitSearch:
         """FULL group that lowered the boundary in the last `_lower` of another group; None if no FULL group did."""
 
     def longest_boundary(self, boundary: int) -> tuple[int, int | None]:
-        """Longest boundary that no group rules out, and the group that ruled out the last boundary above it."""
+        """Longest boundary that no group rules out, and the group that lowered the search to it; None if none did."""
         limiting = self._spec.first_full
-        if limiting is not None and not self._has_first_chunk(limiting, boundary):
+        if limiting is not None and not self._look_up_first_chunk(limiting, boundary):
             return self._computed, limiting
         limiting = None
         settled = False
@@ -140,8 +142,11 @@ class _HitSearch:
                     break
         return boundary, limiting
 
-    def _has_first_chunk(self, group_index: int, boundary: int) -> bool:
-        """False if a FULL group lacks the first chunk, which every boundary needs."""
+    def _look_up_first_chunk(self, group_index: int, boundary: int) -> bool:
+        """False if a FULL group lacks the first chunk after the engine's own prefix, which every boundary needs.
+
+        True without a lookup in a tier without ranges, with tails, or if the boundary lies before the chunk's end.
+        """
         first = self._walked[group_index] + self._chunk
         if not self._has_ranges or self._step != self._chunk or first > boundary:
             return True
@@ -151,7 +156,8 @@ class _HitSearch:
         return True
 
     def _lower(self, group_index: int, boundary: int) -> int:
-        """Longest boundary up to `boundary` that the known misses of this group do not rule out."""
+        """Looks up chunks of this group. Returns the longest boundary up to `boundary` that the found misses allow, or
+        one up to `_computed`."""
         kind = self._spec.groups[group_index].kind
         if kind is _RECURRENT:
             return self._lower_to_state(group_index, boundary)
@@ -208,7 +214,11 @@ class _HitSearch:
         return boundary if walked >= last else walked + chunk - self._step
 
     def _bounded_by_full(self, boundary: int) -> int:
-        """Returns `boundary`, or less if `_patience` reaches 0 now and a FULL group ends before `boundary`."""
+        """Counts `_patience` down, and returns `boundary`.
+
+        When `_patience` reaches 0, looks up FULL groups. If one ends before `boundary`, returns its end and sets
+        `_bounding`.
+        """
         if self._patience == 0:
             return boundary
         self._patience -= 1
@@ -218,7 +228,7 @@ class _HitSearch:
         for group_index in self._order:
             if self._spec.groups[group_index].kind is _FULL and boundary > self._computed:
                 first = self._walked[group_index] + chunk
-                missing = first_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
+                missing = find_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
                 if missing is not None:
                     boundary, self._bounding = missing - self._step, group_index
         return boundary
@@ -229,7 +239,7 @@ class _HitSearch:
         return self._lookup(group_index, end_token) is not LookupResult.MISS
 
     def is_pending(self, boundary: int) -> bool:
-        """True if a chunk that a settled boundary needs is not readable yet."""
+        """True if a chunk that `boundary`, the result of this search, needs is not readable yet."""
         chunk = self._chunk
         last = boundary // chunk * chunk
         for group_index in self._order:
@@ -280,7 +290,9 @@ def measure_loss(
     lookup: Lookup,
     ranges: RangeLookup | None = None,
 ) -> Loss:
-    """Measures the loss of a request after its search. Looks up FULL groups beyond the hit, up to the first miss.
+    """Measures the loss of a request after its search.
+
+    Looks up FULL groups beyond the hit up to the first miss, and then the other groups at one boundary.
 
     Args:
         spec: the model's groups. Without a FULL group the loss is always 0.
@@ -291,7 +303,8 @@ def measure_loss(
         ranges: the same as for `longest_hit`.
 
     Raises:
-        ValueError: `resumed_tokens` is before the engine's own prefix, or after the end of the request.
+        ValueError: `computed_tokens` is negative, or `resumed_tokens` is before the engine's own prefix or after the
+            end of the request.
     """
     if not 0 <= computed_tokens <= resumed_tokens <= num_tokens:
         raise ValueError(

@@ -2,22 +2,23 @@
 
 Each event of a request has one function. The function takes a stage and returns the next one. A function that answers
 the engine also returns a step: a `Reply`, or an `Action`. The caller runs the action and passes its outcome to another
-function. Every function accepts every stage, and raises no error. No function does I/O, waits or counts; the caller
-does.
+function. Every function accepts every stage, and raises no error. No function does I/O, waits or updates metrics; the
+caller does.
 
     stage, step = resume(stage, facts, bounds)
     while not isinstance(step, Reply):
         stage, step = ...  # run the action; then `searched`, `promoted`, or `resume` after a `Release`
 
 First a search finds a boundary at which every group can resume. Then the chunks of this hit that only secondary tiers
-hold are promoted, and no others. Meanwhile the reply is `RetryLater`, and the request holds no blocks. Every wait has a
-deadline.
+hold are promoted, and no others. Meanwhile the reply is `RetryLater`, and the request holds no blocks. Every wait for
+tiers has a deadline.
 
 A request sends async lookups for all chunks that no nearer tier holds. Then a search finds two boundaries. The settled
 boundary is the end of the hit if all unanswered lookups count as misses; the possible boundary, if all find their
 chunks. The request waits only while the tokens between the two are expected to save more time than the rest of the
-wait takes. So a short new prompt does not wait for a round trip, and no request waits for a tier that answers after the
-deadline. This comparison is only for lookups. A promotion from a disk, whose hit is known, has only a deadline.
+wait takes. So a short new prompt does not wait for a round trip, and no request waits for an answer that is expected
+after the deadline. This comparison is only for lookups. A promotion from a disk, whose hit is known, has only a
+deadline.
 """
 
 from math import inf
@@ -71,7 +72,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | A
         if verdict is not _ADMIT:
             return _with_room(stage, wait), RETRY_LATER if verdict is _WAIT else COMPUTE
     if facts.hold is not None:
-        return _with_hold(stage, facts, bounds)
+        return _step_of_hold(stage, facts, bounds)
     past = stage.past
     if type(stage) is Holding:
         stage = stage.found
@@ -198,7 +199,7 @@ def allocated(stage: Stage, boundary: int | None) -> Stage:
 
 
 def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False) -> Stage:
-    """The load of the request has ended. After a failure the next load is shorter.
+    """The load of the request has ended. After a failure without a known cause the next load is shorter.
 
     Args:
         stage: stage of the request. A stage other than `Loading` belongs to another request with the same
@@ -251,7 +252,7 @@ def forget_search(stage: Stage) -> Stage:
 
 
 def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
-    """Search result of the request; None if there is none."""
+    """Search result of the request; None if there is none. For `GivenUp`, a Miss that names the failed loads."""
     if type(stage) is Searched:
         return stage.answer
     if type(stage) is Holding:
@@ -262,7 +263,7 @@ def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
 # Steps.
 
 
-def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
+def _step_of_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
     """Next step if the tiers hold chunks for the request: offers the hit, waits for the chunks, or releases them."""
     if type(stage) is Holding and stage.found.computed_tokens == facts.computed_tokens:
         if facts.hold is _READY:

@@ -13,7 +13,7 @@ class LookupResult(enum.Enum):
     HIT = "hit"
     """Stored and readable now."""
     PENDING = "pending"
-    """In flight into the tier: not readable yet."""
+    """In flight into the tier, or still being looked up: not readable yet."""
     MISS = "miss"
     """Not stored."""
 
@@ -21,12 +21,12 @@ class LookupResult(enum.Enum):
 Lookup: TypeAlias = Callable[[int, int], LookupResult]
 """`lookup(group_index, end_token)`: looks up this group's part of the chunk (or tail) that ends there.
 
-Any other value counts as MISS.
+A result that is not a `LookupResult` counts as MISS.
 """
 
 
 def is_held(answer: LookupResult) -> bool:
-    """True if a chunk is in the tier or in flight into it."""
+    """True for HIT and PENDING."""
     return answer is LookupResult.HIT or answer is LookupResult.PENDING
 
 
@@ -57,14 +57,15 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MIS
 
 
 class Scan:
-    """`RangeLookup` over single lookups, for one search. Looks up no key twice, and no key before it is needed.
+    """`RangeLookup` over single lookups, for one search. It looks up no key twice, and no key before it is needed.
 
-    Remembers only held chunks: after a miss, a search continues with earlier chunks and does not look up the missing
-    chunk again. An answer that is not a `LookupResult` counts as a miss.
+    Remembers no misses: after a miss, a search continues with earlier chunks and does not look up the missing chunk
+    again. A walk over a FULL group (`_walk`) remembers only the pending chunks. An answer that is not a `LookupResult`
+    counts as a miss.
 
     Args:
         spec: the model's groups.
-        lookup: called at most once for each key.
+        lookup: called at most once for each key in one search.
     """
 
     __slots__ = ("_answers", "_chunk", "_lookup", "_pending", "_step", "_walks")
@@ -100,7 +101,8 @@ class Scan:
         return max(0, (last_end - first_end) // self._chunk + 1)
 
     def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
-        """`num_leading_held` for a FULL group. A search walks it once and in order, so no answer is remembered."""
+        """`num_leading_held` for a FULL group. A search walks the group once and in order, so only pending ends are
+        remembered."""
         lookup, hit = self._lookup, _HIT
         for end_token in range(first_end, last_end + 1, self._chunk):
             answer = lookup(group_index, end_token)
@@ -132,10 +134,11 @@ class Scan:
         return any(first_end <= end <= last_end and end % chunk == 0 for end in self._pending[group_index])
 
 
-def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
-    """Finds an end in the range that is not held, with O(log) lookups; None if the first and the last one are held.
+def find_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
+    """Finds an end in the range that is not held, with O(log) lookups.
 
-    If chunks are stored in the order of the prompt (the usual case), it is the first missing one.
+    If chunks are stored in the order of the prompt (the usual case), this is the first missing end. None if the range
+    is empty, or if its first and last end are held.
     """
     if last_end < first_end:
         return None

@@ -26,8 +26,7 @@ class HybridOffloadPlanner:
     and the chunk. With `unsplittable` None, a group with a block that is a larger multiple of the chunk is split into
     chunks, and any other group keeps its block as its unit.
 
-    Chunks are counted from the first one that contains a whole unit of every group: a count of 1 means chunk
-    `first_hashable_chunk_idx` (from 0) and all before it.
+    Chunks are counted from chunk `first_hashable_chunk_idx` (from 0): a count of 1 means this chunk and all before it.
 
     Args:
         hash_block_size: tokens in a block of the prefix hashes; prefixes are cut to a multiple of it.
@@ -51,7 +50,8 @@ class HybridOffloadPlanner:
     """True for each group with a unit smaller than its block. Then the medium must move parts of blocks."""
     requires_partial_group_offload_any: bool = field(init=False, repr=False, compare=False)
     first_hashable_chunk_idx: int = field(init=False, repr=False, compare=False)
-    """Index of the first chunk that ends where every group has a whole unit. No shorter prefix has an identity."""
+    """Index of the first chunk that ends at or after the first unit of every group and, if `unsplittable` is given, the
+    first `boundary_unit`. No shorter prefix has an identity."""
     group_hash_factors: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     """Hash blocks in a unit of each group; None if a unit is not whole hash blocks."""
     boundary_unit: int = field(init=False, repr=False, compare=False)
@@ -108,7 +108,8 @@ class HybridOffloadPlanner:
     ) -> "HybridOffloadPlanner":
         """Planner with the units in which a `CacheSpec` of these groups and this chunk stores.
 
-        SCRATCH groups are not stored, so they are skipped and not counted.
+        SCRATCH groups are not stored, so they are skipped and not counted. The planner's `hash_block_size` is the least
+        common multiple of the argument and of the groups' `part_tokens`.
 
         Raises:
             ValueError: as the planner does.

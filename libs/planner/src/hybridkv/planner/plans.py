@@ -42,8 +42,8 @@ def plan_load_runs(
         null_block: id for "no block" in a table.
 
     Raises:
-        PlanError: no chunk ends at the boundary, a group has no table, a needed block is missing, or an allocated
-            block would stay unwritten.
+        PlanError: `num_tokens` is no boundary, `computed_tokens` is negative, a group has no table, a needed block is
+            missing, or an allocated block would stay unwritten.
     """
     if num_tokens < 0 or num_tokens % spec.boundary_tokens:
         raise PlanError(f"num_tokens must be a multiple of {spec.boundary_tokens} tokens, got {num_tokens}")
@@ -60,7 +60,7 @@ def plan_load_runs(
             stop = -(-num_tokens // group.block_tokens)
             ids = tuple(table[first_needed:stop])
             if len(ids) != stop - first_needed or null_block in ids:
-                raise _missing_block(spec, group_index, num_tokens, computed_tokens, table, null_block)
+                raise _missing_block_error(spec, group_index, num_tokens, computed_tokens, table, null_block)
             make_runs = _cut_runs if group_index in cut else _whole_runs
             runs += make_runs(spec, group_index, ends, first_needed, ids)
         unwritten = table[computed_tokens // group.block_tokens : first_needed]
@@ -103,7 +103,7 @@ def _cut_runs(
         yield TransferRun(group_index, end_token, 1, first - stored.start, own)
 
 
-def _missing_block(
+def _missing_block_error(
     spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int, table: Sequence[int], null_block: int
 ) -> PlanError:
     """Error that names the blocks of the first chunk that cannot be loaded."""
@@ -193,7 +193,7 @@ def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: S
             yield TransferRun(group_index, end_token, 1, 0, own)
         return
     step = chunk // block_tokens
-    for in_a_row in _rows(ends, chunk):
+    for in_a_row in _consecutive(ends, chunk):
         start = (in_a_row[0] - ends[0]) // block_tokens
         own = ids[start : start + (len(in_a_row) - 1) * step + num_blocks]
         if num_blocks != step:
@@ -202,7 +202,7 @@ def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: S
         yield TransferRun(group_index, in_a_row[0], len(in_a_row), 0, own)
 
 
-def _rows(ends: Sequence[int], chunk_tokens: int) -> Iterator[range]:
+def _consecutive(ends: Sequence[int], chunk_tokens: int) -> Iterator[range]:
     """Groups ascending ends of whole chunks into ranges, one chunk apart."""
     if isinstance(ends, range):
         yield ends
@@ -236,7 +236,7 @@ def storable_ends(
         null_block: id for "no block" in a table.
 
     Returns:
-        Ascending; a range if they are consecutive.
+        Ascending; a range in the usual case.
 
     Raises:
         PlanError: a chunk ends in this range, but the group has no table.
@@ -292,10 +292,11 @@ def plan_tail(
     wanted: Wanted,
     null_block: int = 0,
 ) -> StorePlan:
-    """Plans the store of one tail, which ends inside a chunk: the parts of all groups, or nothing if one is missing.
+    """Plans the store of one tail, which ends inside a chunk: the parts of all groups, or nothing if one is missing or
+    not final.
 
-    `plan_store` calls it for every state inside a chunk. For a cache without RECURRENT groups, the caller decides where
-    a tail is worth its bytes, for example at the end of a prompt.
+    `plan_store` calls it for every boundary inside a chunk at which it gets a state. For a cache without RECURRENT
+    groups, the caller decides where a tail is worth its bytes, for example at the end of a prompt.
 
     Args:
         spec: a cache with `tail_tokens`.

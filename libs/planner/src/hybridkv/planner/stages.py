@@ -24,7 +24,8 @@ class Past(msgspec.Struct, frozen=True):
     Args:
         failed_loads: number of failed loads, ever.
         boundary_limit: a load to this boundary failed for an unknown reason: only shorter loads are offered.
-        room_limit: the primary tier has no room for a longer load: only shorter loads are offered.
+        room_limit: the primary tier has no room for a longer load: only shorter loads are offered. Not used if
+            `only_primary`.
         only_primary: secondary tiers timed out: the request uses only the primary tier.
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
@@ -141,8 +142,8 @@ class LookupWait(msgspec.Struct, frozen=True, gc=False):
         timeout_s: deadline, in seconds after a lookup is sent.
         answer_s: expected time from sending a lookup to its answer.
         read_s: expected time to load the part of a hit that does not grow with it: states and windows.
-        saved_s_per_token: time to compute a token, less the time to load it. A hit is slower than computing if it is
-            not above 0.
+        saved_s_per_token: time to compute a token, less the time to load it. If this is 0 or less, a hit is no faster
+            than computing.
     """
 
     timeout_s: float
@@ -179,11 +180,11 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Limits of the waits of a request, in seconds from the start of each wait.
+    """Limits of the waits of a request.
 
     Args:
-        lookup_s: wait for chunks in flight into a tier.
-        load_s: wait for secondary tiers.
+        lookup_s: wait for chunks in flight into a tier, in seconds from its start.
+        load_s: wait for secondary tiers, in seconds from its start.
         room: wait for room beside other loads.
         boundary_tokens: distance of boundaries. Lookups are sent if a boundary may be found beyond the known hit.
     """

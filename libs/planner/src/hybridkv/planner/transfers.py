@@ -16,7 +16,7 @@ from hybridkv.planner.groups import CacheSpec, GroupKind
 
 
 class PlanError(ValueError):
-    """Arguments do not fit the cache, or block tables lack blocks of the plan. Nothing may be moved."""
+    """Arguments do not fit the cache, or block tables do not fit the plan. Nothing may be moved."""
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
@@ -98,8 +98,9 @@ class StorePlan(msgspec.Struct, frozen=True):
 
     Args:
         runs: the transfers.
-        unaligned_states: number of states left out because they lie on no boundary.
-        incomplete_tails: number of tails left out because a group lacks its part: no hit could use them.
+        unaligned_states: number of states left out because they lie on no boundary or have no block.
+        incomplete_tails: number of tails left out because a group's part is missing or not final: no hit could use
+            them.
     """
 
     runs: tuple[TransferRun, ...]
@@ -128,7 +129,7 @@ class LocalCopies(msgspec.Struct, frozen=True):
     Args:
         block_ids: for each transfer, the engine's blocks with the same content, in the transfer's order; empty if the
             transfer is read from the tier.
-        num_tokens: tokens of the chunks that read nothing or only states from the tier.
+        num_tokens: tokens after the engine's own prefix, of the chunks that read nothing or only states from the tier.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
@@ -173,7 +174,7 @@ def find_local_copies(
 
 
 def has_local_copies(spec: CacheSpec, runs: Iterable[TransferRun], held: Callable[[int, int], int | None]) -> bool:
-    """True if `find_local_copies` may find transfers of these runs. Cheap in the usual case, without such transfers.
+    """False only if `find_local_copies` finds no transfer of these runs. Cheap in this case, the usual one.
 
     Args:
         spec: the model's groups.

@@ -51,7 +51,7 @@ def draw(panels: Sequence[ChartPanel], curves: Mapping[str, Curve]) -> str:
     """Draws the chart. Sizes are on a logarithmic scale."""
     width = len(panels) * (WIDTH + MARGIN) + MARGIN
     height = HEIGHT + 2 * MARGIN + LINE_HEIGHT * 3
-    parts = [_draw(panel, curves, MARGIN + i * (WIDTH + MARGIN)) for i, panel in enumerate(panels)]
+    parts = [_draw_panel(panel, curves, MARGIN + i * (WIDTH + MARGIN)) for i, panel in enumerate(panels)]
     for i, curve in enumerate(curves.values()):
         left, line = MARGIN + i % 3 * 240, HEIGHT + 2 * MARGIN + i // 3 * LINE_HEIGHT
         parts.append(_line([(left, line - 4), (left + 24, line - 4)], curve))
@@ -64,7 +64,7 @@ def draw(panels: Sequence[ChartPanel], curves: Mapping[str, Curve]) -> str:
     )
 
 
-def _draw(panel: ChartPanel, curves: Mapping[str, Curve], left: int) -> str:
+def _draw_panel(panel: ChartPanel, curves: Mapping[str, Curve], left: int) -> str:
     rates = [rate for name in curves for rate in panel.rates[name]]
     low, high = math.floor(min(rates) * 10) / 10, math.ceil(max(rates) * 10) / 10
     high = high if high > low else low + 0.1

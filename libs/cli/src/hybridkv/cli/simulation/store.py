@@ -55,7 +55,10 @@ class RequestFacts:
 
 
 class StopPolicy(Protocol):
-    """Chooses the boundaries at which states are stored."""
+    """Chooses the boundaries at which states are stored.
+
+    Each method is called at most once for each request, in order of the requests, so a policy can learn from the calls.
+    """
 
     def stops(self, facts: RequestFacts) -> Sequence[int]:
         """Boundaries in chunks, above `resumed` and below `end`."""
@@ -155,7 +158,8 @@ def _store(index: RamIndex, key: bytes, num_bytes: int) -> int:
 
 
 def unique_chunks(trace: Trace, costs: CostModel) -> int:
-    """Size, in chunks, of an unlimited store after the trace: all attention, and a state at the end of each prompt."""
+    """Size, in chunks, of an unlimited store after the trace without its answers: all attention, and a state at the end
+    of each prompt."""
     ends = {
         request.chunks[(request.num_tokens - 1) // trace.chunk_tokens - 1]
         for request in trace.requests

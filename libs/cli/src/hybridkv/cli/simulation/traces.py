@@ -57,7 +57,7 @@ def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[
 
 
 def in_chunks(trace: Trace, chunk_tokens: int) -> Trace:
-    """The trace in larger chunks: the smallest multiple of its chunk with at least `chunk_tokens` tokens."""
+    """The trace in chunks of the smallest multiple of its own chunk with at least `chunk_tokens` tokens."""
     factor = -(-chunk_tokens // trace.chunk_tokens)
     if factor <= 1:
         return trace

@@ -21,7 +21,7 @@ YOUNG_BYTE_FACTOR: Final = 4
 
 
 class AnswerReuse:
-    """Table of at most `max_states` states of answers. The oldest states are forgotten and not counted.
+    """Table of at most `max_states` states of answers. The oldest states are forgotten: their later use is not counted.
 
     A key is opaque and identifies a boundary and the prefix before it.
 

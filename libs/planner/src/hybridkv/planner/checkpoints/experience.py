@@ -28,8 +28,8 @@ MISSED_SHARE: Final = 2.0
 PRIOR_DIVERGENCES: Final = 0.3
 """Prior for every distance, in divergences of one prompt."""
 DISTANCES: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
-"""Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for the next larger
-distance, because a state serves requests that diverge after it."""
+"""Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for its own distance, or
+for the next larger one in this list, because a state serves requests that diverge after it."""
 LENGTHS: Final = 17
 """Number of length classes of prompts, in boundaries: one for each doubling; the last one is open."""
 PRIOR_PROMPTS: Final = 64.0
@@ -37,7 +37,7 @@ PRIOR_PROMPTS: Final = 64.0
 
 
 class Divergences(msgspec.Struct, frozen=True):
-    """Counts of prompts of one length."""
+    """Counts of prompts of one length class (`LENGTHS`). Older prompts count less."""
 
     divergences: tuple[float, ...] = (0.0,) * len(DISTANCES)
     """For each index of `DISTANCES`, number of prompts from which a later prompt was the first to diverge there."""
@@ -73,7 +73,7 @@ class Experience(msgspec.Struct, frozen=True):
             index: index in `DISTANCES`.
             num_boundaries: boundaries of the prompt.
         """
-        alike = self.by_length[_length(num_boundaries)]
+        alike = self.by_length[_length_class(num_boundaries)]
         of_all = PRIOR_PROMPTS * self.divergences[index] / self.prompts[index]
         return (alike.divergences[index] + of_all) / (alike.prompts[index] + PRIOR_PROMPTS)
 
@@ -102,7 +102,7 @@ NO_EXPERIENCE: Final = Experience()
 
 
 def learn_request(experience: Experience, prompt: Prompt, placement: Placement) -> Experience:
-    """Experience after a request was admitted with its stops. Unchanged if `plan_stops` did not run.
+    """Experience after a request was admitted with its stops. Unchanged if `placement.boundary_tokens` is 0.
 
     Call this function once for each admission. If a request starts over, its costs count again, its divergence does
     not.
@@ -129,7 +129,7 @@ def learn_request(experience: Experience, prompt: Prompt, placement: Placement) 
     )
 
 
-def _length(num_boundaries: int) -> int:
+def _length_class(num_boundaries: int) -> int:
     return min(num_boundaries.bit_length(), LENGTHS - 1)
 
 
@@ -140,7 +140,7 @@ def _with_prompt(experience: Experience, num_boundaries: int) -> Experience:
     def fade(divergences: tuple[float, ...], more: int) -> tuple[float, ...]:
         return (*(each * KEPT_SHARE + more for each in divergences[:count]), *divergences[count:])
 
-    length = _length(num_boundaries)
+    length = _length_class(num_boundaries)
     alike = experience.by_length[length]
     return msgspec.structs.replace(
         experience,
@@ -158,7 +158,7 @@ def _with_divergence(experience: Experience, distance: int, held: int) -> Experi
     index, num_boundaries = bisect.bisect_left(DISTANCES, distance), held + distance
     if index == len(DISTANCES) or DISTANCES[index] >= num_boundaries:
         return experience
-    length = _length(num_boundaries)
+    length = _length_class(num_boundaries)
     alike = experience.by_length[length]
     more = msgspec.structs.replace(alike, divergences=_put(alike.divergences, index, alike.divergences[index] + 1))
     return msgspec.structs.replace(

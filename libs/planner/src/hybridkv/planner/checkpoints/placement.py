@@ -95,8 +95,8 @@ def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) 
 
 
 def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
-    """The last boundary of the prompt, if the engine does not stop there by default. This stop is chosen first and
-    does not count toward the limit, like the engine's own last stop: without this stop a repeated prompt has no hit."""
+    """The last boundary of the prompt, if the engine does not stop there by default. This stop is chosen first: without
+    it a repeated prompt has no hit. It counts toward `max_stops`, but not toward `max_extra_share`."""
     end = prompt.end_boundary(boundary_tokens)
     if prompt.engine_stops_at_end or end <= prompt.resumed_tokens or price == float("inf"):
         return []
@@ -147,7 +147,8 @@ def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) 
 def _affordable(
     prompt: Prompt, usage: StoreUsage, costs: Costs, limits: Limits, num_wanted: int, more_tokens: int = 0
 ) -> int:
-    """Number of stops within the limit on extra prefill, as if `more_tokens` more tokens had been computed."""
+    """Number of stops within the limit on extra prefill, at most `num_wanted`, as if `more_tokens` more tokens had been
+    computed."""
     if costs.step_tokens <= 0:
         return num_wanted
     experience = usage.experience

@@ -75,7 +75,7 @@ class _Seen(msgspec.Struct, gc=False):
     """One prefix. Token counts start at the beginning of the prompt."""
 
     end_tokens: int
-    """Last boundary of the prompt that added it."""
+    """Last boundary of the prompt that added the prefix, or of a later prompt that continued beyond that boundary."""
     used_at: float
     """Total stored bytes at its last use."""
     is_divergence: bool = False
@@ -114,7 +114,8 @@ class SeenPrefixes:
         return len(self._seen)
 
     def add_facts(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, usage: StoreUsage) -> Prompt:
-        """Returns the prompt with the facts of this table: branches, divergence, aged and missed tokens.
+        """Returns the prompt with the facts of this table: branches, divergence, aged and missed tokens, `is_cut`,
+        `known_share`.
 
         Aged: last used before the last `OLD_SHARE` of the store's capacity was stored. Missed: not held, and used since
         the last `MISSED_SHARE` of it was stored. O(boundaries), at most `Grain.max_places` of them.
@@ -165,7 +166,7 @@ class SeenPrefixes:
         cell = self._grain.cell(held)
         named = {resumed, held, cell, *(tokens // boundary_tokens for tokens in prompt.branches)}
         named |= {stop.num_tokens // boundary_tokens for stop in placement.stops}
-        for place in self._with(named, self._grain.places(len(keys))):  # the beginning last: it is evicted last
+        for place in self._with_named(named, self._grain.places(len(keys))):  # the beginning last: it is evicted last
             seen = self._seen.pop(keys[place - 1], None)
             if seen is not None and seen.is_awaited and place >= resumed and not prompt.starts_over:
                 seen.is_awaited = False
@@ -183,7 +184,7 @@ class SeenPrefixes:
                 0 if prompt.is_divergence_unknown else held,
                 *(tokens // boundary_tokens for tokens in prompt.branches),
             }
-            self._await(keys, [place for place in known if resumed < place])
+            self._mark_awaited(keys, [place for place in known if resumed < place])
         if held and diverges:
             self._seen[keys[held - 1]].is_divergence = True
             self._seen[keys[cell - 1]].divergences_after |= 1 << (held - cell)
@@ -194,7 +195,7 @@ class SeenPrefixes:
                 self._seen[keys[stop.num_tokens // boundary_tokens - 1]].is_guess = True
         self._forget()
 
-    def _await(self, keys: Sequence[Hashable], places: Sequence[int]) -> None:
+    def _mark_awaited(self, keys: Sequence[Hashable], places: Sequence[int]) -> None:
         """Marks boundaries without a state at which this request could have resumed, to count later requests there."""
         for place in places:
             self._num_awaited = self._num_awaited * KEPT_SHARE + 1
@@ -202,7 +203,8 @@ class SeenPrefixes:
             self._seen[keys[place - 1]].is_awaited = True
 
     def _diverges(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
-        """True if this request is the first to diverge here: the boundary has no state, or only one by guess."""
+        """True if this request is the first to diverge at the held boundary: the boundary has no state, or only one by
+        guess that no request has used."""
         if prompt.starts_over or prompt.is_divergence_unknown:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
@@ -236,7 +238,7 @@ class SeenPrefixes:
         seen = self._seen.get(keys[place - 1])
         return seen is not None and seen.is_divergence
 
-    def _with(self, named: set[int], places: Sequence[int]) -> Sequence[int]:
+    def _with_named(self, named: set[int], places: Sequence[int]) -> Sequence[int]:
         """The places and the named boundaries, descending."""
         last = places[0] if places else 0
         if len(places) == last:
@@ -248,8 +250,10 @@ class SeenPrefixes:
         return seen is not None and seen.used_at >= since
 
     def _is_recent(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
-        """True if the prefix, or a recorded prefix that extends it, was used since. Long prompts record only some
-        prefixes, and the use of a prefix is also a use of all shorter prefixes."""
+        """True if the prefix, or a recorded prefix that extends it, was used at `since` or later.
+
+        Long prompts record only some prefixes, and the use of a prefix is also a use of all shorter prefixes.
+        """
         for each in (place, min(self._grain.next_coarse(place), len(keys))):
             seen = self._seen.get(keys[each - 1]) if each else None
             if seen is not None and seen.used_at >= since:
