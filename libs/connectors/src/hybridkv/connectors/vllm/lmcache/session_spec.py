@@ -108,7 +108,8 @@ def session_spec_of(config: LMCacheConfig, layout: CacheLayout) -> SessionSpec:
 
 
 def chunks_at_once(num_chunks: int) -> int:
-    """Maximum number of chunks of one store in transit, for a pool of `num_chunks`."""
+    """Maximum number of chunks that one call stores at the server, for a pool of `num_chunks`. A larger store makes
+    several calls."""
     return max(1, num_chunks // SPARE_SHARE)
 
 
