@@ -54,7 +54,8 @@ logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 
 SUSPECT_S = 30.0
-"""Seconds during which no other request is offered a prefix with a bad chunk. The chunk is deleted meanwhile."""
+"""Seconds during which no other request is offered a chunk of a prefix with a bad chunk. The bad chunk is deleted
+meanwhile."""
 MAX_SUSPECTS = 4096
 """Maximum number of suspect chunks; the oldest are dropped."""
 
@@ -83,7 +84,7 @@ class RequestLoad:
     stage: LoadStage = LoadStage.NEW
     prefix: PrefixLookup | None = None
     known_chunks: int = 0
-    """Chunks that the lookup found."""
+    """Chunks that the lookup found; kept after the locks are released. 0 after a failed load."""
     limit_chunks: int | None = None
     """Number of chunks before the first bad one, after a failed load."""
     failed_loads: int = 0
@@ -238,7 +239,8 @@ class LoadTracker:
         return boundary - computed_tokens if verdict is Verdict.ADMIT else 0 if verdict is Verdict.REFUSE else None
 
     def known_chunks(self, tracked: TrackedRequest) -> int | None:
-        """Number of chunks that the server has of a running request; None while the lookup is open.
+        """Number of chunks that the lookup of a running request found. None while the lookup is open; 0 if the lookup
+        or the load has failed.
 
         Releases the locks of the lookup.
         """

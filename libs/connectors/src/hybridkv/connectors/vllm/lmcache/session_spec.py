@@ -61,7 +61,7 @@ class SessionSpec:
         return tuple(group.payload_bytes for group in self.groups)
 
     def with_payload_bytes(self, payload_bytes: tuple[int, ...]) -> SessionSpec:
-        """Copy with these page sizes. Both halves must use the same ones, because the name of the cache contains
+        """Copy with these page sizes. Both halves must use the same page sizes, because the name of the cache contains
         them."""
         groups = tuple(PageGroup(group.spec, size) for group, size in zip(self.groups, payload_bytes, strict=True))
         return replace(self, groups=groups)

@@ -105,7 +105,7 @@ class HintReader:
             logger.warning(
                 "request %s: its hint names the peer %s, which is ignored: expected one of peers of the peer tier, or "
                 "a host in its allowed_hosts; hint: add the network of your engines to allowed_hosts (%s). Further "
-                "ones are only counted, in vllm:hybridkv_hints_total",
+                "such requests are only counted, in vllm:hybridkv_hints_total",
                 printable(request.request_id),
                 printable(f"{host}:{port}"),
                 _PEERS_PAGE,

@@ -23,7 +23,7 @@ REPORTED_SHARE: Final = 0.95
 RECORD_S: Final = 1.0
 """Shortest time between two updates of the gauges."""
 LOG_S: Final = 3600.0
-"""Time between two log lines, besides the line at shutdown. Counts are halved at the same time."""
+"""Shortest time between two log lines, except the line at shutdown. Counts are halved as often."""
 
 
 class ReuseMeter:

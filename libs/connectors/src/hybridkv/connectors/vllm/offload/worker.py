@@ -93,7 +93,7 @@ class OffloadWorker(RankWorker):
 
     @property
     def has_secondary_tiers(self) -> bool:
-        """Whether there are secondary tiers. Their content outlives the engine."""
+        """Whether there are secondary tiers. If so, other and later engines may read stored bytes."""
         return bool(self._open_medium)
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:

@@ -1,6 +1,6 @@
 """Stored prefix of a request: finds the chunks that are stored already, and the keys that each chunk extends.
 
-`find_stored_prefix` does one lookup for each group instead of one for each chunk, because a long prefix is stored
+`find_stored_prefix` does one or two lookups for each group, not one for each chunk, because a long prefix is stored
 already after a load, or after a hit in the engine's own cache. It changes nothing in the tiers.
 """
 
