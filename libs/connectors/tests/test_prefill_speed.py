@@ -82,9 +82,9 @@ def test_a_configured_speed_is_not_measured() -> None:
 
 def test_a_speed_is_known_after_a_measured_step_or_if_configured() -> None:
     engine = Engine()
-    assert not engine.speed.is_measured
+    assert not engine.speed.is_known
     engine.step(0.5, a=1000)
-    assert engine.speed.is_measured and Engine(1000.0).speed.is_measured
+    assert engine.speed.is_known and Engine(1000.0).speed.is_known
 
 
 def test_the_break_even_is_logged_first_and_after_large_changes(

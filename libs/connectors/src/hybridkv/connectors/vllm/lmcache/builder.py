@@ -40,7 +40,8 @@ _NAME_BYTES = TAG_BYTES + 32
 
 
 def agree_on_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
-    """Layout of the engine's groups for the server's chunk size. Connects to the server. Both halves call it.
+    """Layout of the engine's groups for the server's chunk size, or for the configured one if no server answers.
+    Connects to the server. Both halves call this function.
 
     Raises:
         ConfigurationError: no server answers and no chunk size is configured, or the server cannot store these groups.

@@ -1,7 +1,7 @@
 """Loads of one rank: take pages, look up, retrieve, check, copy.
 
-Each load ends once: when its bytes are copied, on a failure, or at its deadline. A server that answers after the
-deadline writes to shared memory only, not to the engine's blocks.
+Each load ends once: when its bytes are copied, on a failure, or at its deadline if the copy has not begun. A server
+that answers after the deadline writes to shared memory only, not to the engine's blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REASONS = {
     CallFailureReason.TIMEOUT: TIMEOUT,
     CallFailureReason.REFUSED: str(FailureReason.MISSING),
 }
-"""Failure reason of a load by the reason of the failed call. All others are I/O errors."""
+"""Failure reason of a load, by the reason of the failed call. All other reasons of calls are I/O errors."""
 _STATES = {
     PageState.ABSENT: (str(FailureReason.MISSING), "the server wrote no page"),
     PageState.FOREIGN: (str(FailureReason.WRONG_KEY), "the server wrote another page"),
@@ -89,7 +89,8 @@ class LoadHandler:
         return bool(self._waiting)
 
     def begin(self, load: PageLoad) -> None:
-        """Queues a load. It starts when enough pages are free."""
+        """Queues a load, which starts when enough pages are free. A load without pages ends at once; a load of blocks
+        that no server keeps, or of more pages than the pool has, fails at once."""
         transfer = page_transfer(self._session.spec, self._session.geometry, load.copies, _chunks(load))
         operation = _LoadOperation(load, transfer, self._clock() + self._timeout_s)
         self._open.append(operation)
@@ -98,7 +99,7 @@ class LoadHandler:
             self._fail(operation, FailureReason.MISSING, detail)
         elif not transfer.parts:
             self._end(operation, ())
-        elif not self._session.has_room(transfer):
+        elif not self._session.fits_empty_pool(transfer):
             self._fail(
                 operation,
                 FailureReason.BUSY,

@@ -1,9 +1,9 @@
 """Load tracker: lookups and loads of each request, in the scheduler's half.
 
 One lookup covers all groups: the server returns the longest prefix that every group can resume after, and locks it. The
-lock is released when the load has ended on every rank. Each request has one lookup. After a failed load that names a
-bad chunk, another lookup covers the chunks before the bad one, and other requests are not offered that prefix for
-`SUSPECT_S` seconds.
+lock is released when the load has ended on every rank, or when the request will load nothing. Each request has one
+lookup, and another after `restart`. After a failed load that names a bad chunk, another lookup covers the chunks before
+the bad chunk, and other requests are not offered the prefix of the failed load for `SUSPECT_S` seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 
 SUSPECT_S = 30.0
-"""Seconds during which no other request is offered a prefix with a bad chunk. The chunk is deleted meanwhile."""
+"""Seconds during which no other request is offered a chunk of a prefix with a bad chunk. The bad chunk is deleted
+meanwhile."""
 MAX_SUSPECTS = 4096
 """Maximum number of suspect chunks; the oldest are dropped."""
 
@@ -83,7 +84,7 @@ class RequestLoad:
     stage: LoadStage = LoadStage.NEW
     prefix: PrefixLookup | None = None
     known_chunks: int = 0
-    """Chunks that the lookup found."""
+    """Chunks that the lookup found; kept after the locks are released. 0 after a failed load."""
     limit_chunks: int | None = None
     """Number of chunks before the first bad one, after a failed load."""
     failed_loads: int = 0
@@ -157,7 +158,8 @@ class LoadTracker:
         return tracked.keys().between(self._key_group, 0, num_chunks) if num_chunks else ()
 
     def start_lookup(self, tracked: TrackedRequest) -> None:
-        """Starts the lookup of a request, once. The request must have keys."""
+        """Starts the lookup of a request in stage NEW. Without chunks to look up, the stage becomes DONE. The request
+        must have keys."""
         state = self.get(tracked)
         if state.stage is not LoadStage.NEW:
             return
@@ -237,7 +239,8 @@ class LoadTracker:
         return boundary - computed_tokens if verdict is Verdict.ADMIT else 0 if verdict is Verdict.REFUSE else None
 
     def known_chunks(self, tracked: TrackedRequest) -> int | None:
-        """Number of chunks that the server has of a running request; None while the lookup is open.
+        """Number of chunks that the lookup of a running request found. None while the lookup is open; 0 if the lookup
+        or the load has failed.
 
         Releases the locks of the lookup.
         """
@@ -311,7 +314,8 @@ class LoadTracker:
     # Loads.
 
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> PageLoad | None:
-        """Returns the load of the external tokens into the allocated blocks; None if there are none."""
+        """Returns the load of the external tokens into the allocated blocks. Without external tokens: None, and the
+        locks of the lookup are released."""
         state = self.get(tracked)
         is_offered = state.stage is LoadStage.FOUND and state.prefix is not None
         self._explain(tracked, state, num_external_tokens if is_offered else 0)

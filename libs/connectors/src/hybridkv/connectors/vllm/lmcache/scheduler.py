@@ -97,7 +97,8 @@ class LMCacheScheduler:
     # Before a request is admitted.
 
     def track(self, request: Request) -> TrackedRequest:
-        """Returns the state of a request. Starts its lookup on the first call."""
+        """Returns the state of a request. Starts its lookup on the first call at which the request has keys. If the
+        request may not load, releases the locks of the lookup."""
         before = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
         if before is not None and before is not tracked:

@@ -164,7 +164,7 @@ def seal_pages(
     digests: Sequence[bytes],
     pages: Mapping[int, GroupPages],
 ) -> None:
-    """Writes the headers of pages after the copy of their bytes.
+    """Writes the headers of pages after the copy of their bytes. Fills the rest of each page with zeros.
 
     Args:
         transfer: pages of the operation.
@@ -258,7 +258,7 @@ class RankSession:
 
     @property
     def chunks_at_once(self) -> int:
-        """Maximum number of chunks of one store in transit."""
+        """Maximum number of chunks that one call stores at the server."""
         return chunks_at_once(self._num_chunks)
 
     @property
@@ -278,16 +278,17 @@ class RankSession:
         return self._num_chunks * sum(blocks * size for blocks, size in kept)
 
     def prefix(self, digests: Sequence[bytes]) -> Prefix:
-        """Prefix of these chunks. Only after the first connection."""
+        """Prefix of these chunks. Only after the first connection. Any thread."""
         return Prefix(self._registration.model, self.spec.world_size, self.spec.words(digests))
 
-    def has_room(self, transfer: PageTransfer) -> bool:
+    def fits_empty_pool(self, transfer: PageTransfer) -> bool:
         """True if the pages fit into an empty pool."""
         kept = self.geometry.kept_per_chunk
         return all(number <= self._num_chunks * kept[group] for group, number in transfer.num_pages_by_group.items())
 
     def take(self, transfer: PageTransfer, until_s: float, *, is_store: bool) -> PageLease | None:
-        """Takes pages for an operation with this deadline; None if too few are free. The server must be ready."""
+        """Takes pages for an operation with this deadline. None if too few are free (a store leaves 1/`SPARE_SHARE` of
+        the pool to loads), or if the pool was recreated during the call. The server must be ready."""
         pool, numbers = self._registration.pool, transfer.num_pages_by_group
         memory = self._current_memory()
         if is_store:
@@ -308,7 +309,7 @@ class RankSession:
         return lease
 
     def pages(self, transfer: PageTransfer, lease: PageLease) -> Pages:
-        """Pages of a lease, as an operation needs them."""
+        """Pages of a lease, as an operation needs them. Any thread."""
         return Pages(lease.taken, block_tables(self.geometry, transfer, lease.taken.blocks))
 
     def withdraw(self, prefix: Prefix, chunk: int) -> None:

@@ -61,7 +61,7 @@ class SessionSpec:
         return tuple(group.payload_bytes for group in self.groups)
 
     def with_payload_bytes(self, payload_bytes: tuple[int, ...]) -> SessionSpec:
-        """Copy with these page sizes. Both halves must use the same ones, because the name of the cache contains
+        """Copy with these page sizes. Both halves must use the same page sizes, because the name of the cache contains
         them."""
         groups = tuple(PageGroup(group.spec, size) for group, size in zip(self.groups, payload_bytes, strict=True))
         return replace(self, groups=groups)
@@ -108,7 +108,8 @@ def session_spec_of(config: LMCacheConfig, layout: CacheLayout) -> SessionSpec:
 
 
 def chunks_at_once(num_chunks: int) -> int:
-    """Maximum number of chunks of one store in transit, for a pool of `num_chunks`."""
+    """Maximum number of chunks that one call stores at the server, for a pool of `num_chunks`. A larger store makes
+    several calls."""
     return max(1, num_chunks // SPARE_SHARE)
 
 

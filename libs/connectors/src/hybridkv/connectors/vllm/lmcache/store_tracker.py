@@ -161,7 +161,7 @@ class StoreTracker:
     ) -> PageStore | None:
         """Store of a request after the forward pass of this step; None if there is nothing to store.
 
-        The request must have keys.
+        Releases the locks of the request's lookup. The request must have keys.
         """
         spec, request, chunk = self._spec, tracked.request, self._spec.chunk_tokens
         hashed = len(tracked.prefix_hashes()) * self._layout.hash_block_tokens

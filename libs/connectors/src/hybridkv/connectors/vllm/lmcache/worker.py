@@ -119,7 +119,7 @@ class LMCacheWorker(RankWorker):
         self._session: RankSession | None = None
         self._loads: LoadHandler | None = None
         self._stores: StoreHandler | None = None
-        self._is_refused = False
+        self._has_failed_to_open = False
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
         """Registers the engine's KV tensors.
@@ -145,7 +145,7 @@ class LMCacheWorker(RankWorker):
         prove_copies_at_start(memory, arena, self._paths, self._device)
 
     def start_loads(self, plan: LMCachePlan) -> None:
-        """Starts the step's loads."""
+        """Starts the step's loads. Opens the session with the first plan that has a namespace."""
         self._open_once(plan)
         for load in plan.loads:
             self._begin_load(load)
@@ -169,7 +169,7 @@ class LMCacheWorker(RankWorker):
         self._step()
 
     def results(self) -> LoadResults:
-        """Returns the loads that ended since the last call."""
+        """Continues open loads and stores, and reports metrics. Returns the loads that ended since the last call."""
         self._step()
         if self._session is not None:
             self._counts.operations(self._session.operations.counts())
@@ -220,12 +220,12 @@ class LMCacheWorker(RankWorker):
         self._copies.poll()
 
     def _open_once(self, plan: LMCachePlan) -> None:
-        if self._session is not None or self._is_refused or not plan.namespace:
+        if self._session is not None or self._has_failed_to_open or not plan.namespace:
             return
         try:
             self._open(plan)
         except Exception as error:  # no threads, memory or descriptors left, or sizes do not fit
-            self._is_refused = True
+            self._has_failed_to_open = True
             logger.warning("LMCache's server cannot be used: %s: %s", type(error).__name__, error)
 
     def _open(self, plan: LMCachePlan) -> None:

@@ -28,7 +28,7 @@ class ChildLoad:
         started_s: time at which the engine allocated the blocks, in seconds of the clock.
         blocks: blocks of the request, to find loads with invalid blocks.
         step: step of a synchronous load; None for an asynchronous load.
-        has_failed: a block of the load could not be loaded.
+        has_failed: workers reported an invalid block of the request, or the failure of the load.
     """
 
     child: int
@@ -51,7 +51,7 @@ class ChildLoads:
 
     def __init__(self, num_children: int, admission: LoadAdmission) -> None:
         self._admission = admission
-        self.pending = [0] * num_children
+        self.num_by_child = [0] * num_children
         """Number of running loads, by child."""
         self._loads: dict[str, ChildLoad] = {}
         self._begun: set[str] = set()
@@ -63,14 +63,15 @@ class ChildLoads:
         self._loads[request_id] = load
         self._begun.add(request_id)
         self._admission.take(request_id, load.request_tokens)
-        self.pending[load.child] += 1
+        self.num_by_child[load.child] += 1
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a load of the request is running."""
         return request_id in self._loads
 
     def scheduled(self, request_ids: Collection[str], step: int) -> frozenset[int]:
-        """Handles requests that run in this step: their new loads are synchronous. Returns children with such loads."""
+        """Handles requests that run in this step: their new loads are synchronous, and they need no admission any more.
+        Returns children with such loads."""
         children = set()
         for request_id in self._begun.intersection(request_ids):
             load = self._loads[request_id]
@@ -118,7 +119,7 @@ class ChildLoads:
     def _take(self, request_id: str, load: ChildLoad) -> tuple[str, ChildLoad]:
         del self._loads[request_id]
         self._begun.discard(request_id)
-        self.pending[load.child] -= 1
+        self.num_by_child[load.child] -= 1
         if load.has_failed and load.step is None:
             self._admission.fail(request_id, load.request_tokens)
         return request_id, load

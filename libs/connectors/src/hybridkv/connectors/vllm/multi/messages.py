@@ -20,7 +20,7 @@ class MultiMetadata(KVConnectorMetadata):
 
     Args:
         children: metadata of each child.
-        stores_in_flight: ended requests, and the children that still read their blocks.
+        stores_in_flight: requests that ended since the last step, and the children that still read their blocks.
         step: number of the step.
         is_measured: whether workers must report the end of the step.
         sync_children: children that load in this step before its forward pass. Workers time these loads.

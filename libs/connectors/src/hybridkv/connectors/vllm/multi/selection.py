@@ -206,7 +206,8 @@ class Selector:
 
     Args:
         children: children in the order of the configuration.
-        lookup_timeout_s: maximum wait for pending lookups while no child has a hit, in seconds.
+        lookup_timeout_s: maximum wait for pending lookups, in seconds. A request waits while no child has answered
+            (not even with a miss), or while a child with bounded lookups may still have the best hit.
         sizes: block sizes of the model.
         admission: admission of concurrent loads.
         clock: monotonic seconds.
@@ -367,7 +368,7 @@ class Selector:
             child.connector.update_state_after_alloc(request, blocks, num_tokens)
 
     def _settle(self, candidate: _Candidate, num_external_tokens: int) -> None:
-        """Counts the results of the last lookup, which the engine has used."""
+        """Counts the results of the last lookup, which the engine has used. Ends the request's waits."""
         answers, candidate.answers = candidate.answers, None
         if answers is None:
             return
@@ -392,7 +393,7 @@ class Selector:
         candidate.room = NOT_WAITED
 
     def chosen(self, request: Request) -> int | None:
-        """Position of the child that loads the request, or that loaded it last."""
+        """Position of the child that the last lookup chose to load the request; None if it chose none."""
         candidate = self._requests.get(request.request_id)
         return candidate.chosen if candidate is not None else None
 
@@ -477,9 +478,9 @@ class Selector:
 
     def take_stats(self) -> SelectionStats | None:
         """Returns and resets the counts; None if there are none."""
-        if self._loads.pending != self._reported_pending:
-            self._reported_pending = list(self._loads.pending)
-            for position, pending in enumerate(self._loads.pending):
+        if self._loads.num_by_child != self._reported_pending:
+            self._reported_pending = list(self._loads.num_by_child)
+            for position, pending in enumerate(self._loads.num_by_child):
                 self._counts(position).pending_loads = pending
         stats = self._stats.take()
         return stats if stats.children else None

@@ -47,7 +47,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def build(cls, data: dict[str, Any] | None) -> MultiStats:
-        """Rebuilds statistics from `to_dict`; empty for None. Omits a child if its class cannot rebuild them."""
+        """Rebuilds statistics from `to_dict`; empty for None. Omits a child whose class rebuilds no statistics."""
         if data is None:
             return cls()
         children = {}

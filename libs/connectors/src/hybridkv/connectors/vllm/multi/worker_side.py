@@ -59,7 +59,7 @@ class SyncLoadTimer:
 
 
 class SchedulerStoresInFlight:
-    """Ended requests with blocks that children still read, in the scheduler's process."""
+    """Ended requests with blocks that children still read, until `take` passes them to the workers."""
 
     def __init__(self) -> None:
         self._tails: dict[str, set[int]] = {}
@@ -70,14 +70,14 @@ class SchedulerStoresInFlight:
         self._tails.setdefault(request_id, set()).update(children)
 
     def request_ended(self, request_id: str, children: Iterable[int]) -> bool:
-        """Adds children that read blocks of an ended request. Returns whether any child reads them."""
+        """Adds children that read blocks of an ended request. Returns whether any child reads blocks of the request."""
         reading = frozenset(self._tails.pop(request_id, set())).union(children)
         if reading:
             self._ended[request_id] = reading
         return bool(reading)
 
     def take(self) -> dict[str, frozenset[int]]:
-        """Returns, for the workers, the requests that ended since the last call, with the children that read them."""
+        """Returns the requests that ended since the last call and the children that read their blocks."""
         ended, self._ended = self._ended, {}
         return ended
 
@@ -94,7 +94,8 @@ class WorkerStoresInFlight:
             self._reading.setdefault(request_id, set()).update(children)
 
     def end(self, child: int, request_ids: Iterable[str]) -> set[str]:
-        """Handles requests that a child no longer reads. Returns those that no child reads. Ignores unknown ids."""
+        """Handles requests whose blocks a child no longer reads. Returns the requests whose blocks no child reads any
+        more. Ignores unknown ids."""
         done = set()
         for request_id in request_ids:
             reading = self._reading.get(request_id)

@@ -138,7 +138,8 @@ class Consumer:
     def on_allocated(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: NixlStepPlan
     ) -> PromptLoad | None:
-        """Handles the allocation of blocks. Returns the load of `num_external_tokens` if the request loads."""
+        """Handles the allocation of blocks. Returns the load of `num_external_tokens`; None if the request does not
+        load. Without external tokens the request no longer needs its producer."""
         read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return None

@@ -74,10 +74,10 @@ class WaitingRequest(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class NixlStepPlan(KVConnectorMetadata):
-    """Message from scheduler to workers, once per step. Workers apply the fields in order."""
+    """Message from scheduler to workers, once per step. Workers apply the fields in order, except `host_copies`."""
 
     dropped: list[str] = field(default_factory=list)
-    """Producer: requests to end without a hand-over. No consumer has the leases of these requests."""
+    """Producer: ended requests that are not handed over. No consumer has the leases of these requests."""
     opened: list[OpenedLease] = field(default_factory=list)
     offered: list[OfferedRequest] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
@@ -85,7 +85,8 @@ class NixlStepPlan(KVConnectorMetadata):
     waiting: list[WaitingRequest] = field(default_factory=list)
     loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    """Consumer: requests that no longer need their producer's blocks. Workers cancel their running loads."""
+    """Consumer: requests that no longer need their producer's blocks. Workers cancel running loads of these requests,
+    and send `LeaseDone` to the producer."""
 
     @property
     def is_empty(self) -> bool:
@@ -99,7 +100,7 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
     Args:
         port: port at which the rank listens.
-        name: name of the start of the rank's process. Consumers compare this name when they connect.
+        name: name of the rank, new at each start of its process. Consumers compare this name when they connect.
     """
 
     port: int

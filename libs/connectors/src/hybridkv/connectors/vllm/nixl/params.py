@@ -28,7 +28,7 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         port: port on the producer's host.
-        name: name of the start of the rank's process. A consumer refuses any other name at this port.
+        name: name of the rank, new at each start of its process. A consumer refuses any other name at this port.
     """
 
     port: int

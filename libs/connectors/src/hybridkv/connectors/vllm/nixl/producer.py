@@ -80,7 +80,8 @@ class Producer:
         return len(self._offered)
 
     def begin(self, request: Request) -> None:
-        """Handles a new request. If its prompt may be handed over, removes the tokens that the consumer computes."""
+        """Handles a new request. If its prompt may be handed over, removes the tokens that the consumer computes, and
+        sets `max_tokens` to 1."""
         withheld = self._terms.withheld_tokens
         if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
             return
@@ -161,7 +162,8 @@ def _has_ended_well(request: Request) -> bool:
 
 
 def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
-    """Removes tokens from the end of a prompt before it runs. The consumer ignores the token that is sampled then."""
+    """Removes tokens from the end of a prompt before the request runs. The request then samples one token, which the
+    consumer ignores."""
     # Do not change lists in place: in one process, the caller and other requests for the same prompt share them.
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         found = getattr(request, name, None)

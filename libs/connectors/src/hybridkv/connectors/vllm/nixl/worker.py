@@ -158,7 +158,7 @@ class NixlWorker:
         return address
 
     def start(self, plan: NixlStepPlan) -> None:
-        """Submits a step's plan to the agent thread."""
+        """Clears the blocks of the host buffer that loads will fill, then submits a step's plan to the agent thread."""
         if plan.is_empty:
             return
         if self._buffer is not None:
@@ -174,7 +174,8 @@ class NixlWorker:
                 self._buffer.save(copy.block_ids)
 
     def results(self) -> WorkerResults:
-        """Takes the loads and leases that ended since the last call. Copies loaded blocks from a host buffer."""
+        """Takes the loads and leases that ended since the last call. Copies loaded blocks from a host buffer to the
+        device, and waits for the copies."""
         results = self._require_agent().take_results()
         for request_id in results.finished:
             blocks = self._loading.pop(request_id, None)
@@ -189,7 +190,8 @@ class NixlWorker:
         return failures
 
     def close(self) -> None:
-        """Stops the agent, so that no peer reads this rank's memory. Logs if a transfer did not end in time."""
+        """Stops the agent, so that no peer reads this rank's memory. Logs if a thread or a transfer did not end in
+        time."""
         if self._agent is not None and not self._agent.close():
             logger.warning("HybridNixlConnector: a transfer of a peer did not end in time")
         self._agent = None

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096
-"""Maximum number of remembered states of answers; the oldest is dropped. They show which share is reused."""
+"""Maximum number of remembered states of answers; the oldest is dropped. Remembered states show which share of such
+states is reused."""
 
 
 class AnswerStates:
@@ -64,10 +65,11 @@ class AnswerStates:
         self._groups = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
         self._answer_reuse = AnswerReuse(MAX_REMEMBERED)
-        """States of answers, stored or not, that no request has reused yet."""
+        """States of answers, stored or not, that no request has reused yet, and the share of reused states."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
-        """States of an answer at the boundary where this step or the previous step ends. Called in each step.
+        """States of an answer at the boundary where this step or the previous step ends. Empty without such a boundary,
+        without its keys or blocks, and if the newest stored states are there or later.
 
         Args:
             tracked: the request. It has keys.
@@ -99,7 +101,7 @@ class AnswerStates:
         """Called when a request is admitted; its computation begins at `num_tokens`. Counts the remembered states that
         the request reuses there, and those later in its prompt, which it could reuse if they were stored."""
         if tracked.checkpoint_state.was_admitted or not len(self._answer_reuse):
-            # If it was admitted before, it may have stored the remembered states itself.
+            # A request that was admitted before may have stored the remembered states itself.
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
@@ -107,7 +109,8 @@ class AnswerStates:
 
     def admits(self, tracked: TrackedRequest, num_tokens: int, usage: StoreUsage) -> bool:
         """Whether to store a state of an answer: there is free room, or the state is worth more than the chunks that it
-        displaces. Its worth follows from the share of earlier states of answers that requests have reused."""
+        displaces. Its worth follows from the share of earlier states of answers that requests have reused. Remembers
+        the state for this share."""
         checkpoint_state = tracked.checkpoint_state
         if num_tokens > checkpoint_state.awaited_tokens:
             checkpoint_state.awaited_tokens = num_tokens
@@ -117,7 +120,8 @@ class AnswerStates:
         return usage.has_room(self._costs) or not self._answer_reuse.is_unproven(gained_tokens, usage, self._costs)
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
-        """Called after a store of these states was planned. If no state was refused, withdraws the earlier ones."""
+        """Called after a store of these states was planned. If host memory refused none of the newest states, withdraws
+        the answer's earlier states from host memory."""
         before, newest = tracked.checkpoint_state.newest_tokens, max(state.num_tokens for state in states)
         if newest <= before or not self._is_stored(tracked, newest):
             return
@@ -139,14 +143,14 @@ class AnswerStates:
         return tuple(keys.key(group, num_tokens) for group in self._groups)
 
     def forget(self) -> None:
-        """Drops all remembered states, after the tiers were cleared."""
+        """Drops all remembered states, after the tiers were cleared. Keeps the share of reused states."""
         self._answer_reuse.forget()
 
 
 MAX_SEEN = 1 << 16
 """Maximum number of remembered prefixes, which show where later requests diverge."""
 EXTRA_SHARE = 0.02
-"""Limit for the cost of stops, as a share of the prefill."""
+"""Limit for the cost of stops, as a share of the recently computed tokens."""
 STEP_S = 0.005
 """Cost of one more step of an engine in seconds, without the tokens that it computes."""
 
@@ -222,7 +226,7 @@ class Checkpoints:
         self._answers = AnswerStates(layout, stack, self._costs, metrics) if options.has_answers else None
 
     def begin(self, request: Request) -> None:
-        """Called when the engine looks a request up."""
+        """Called when the engine looks a request up. Drops its earlier stops, if no other connector sets stops."""
         if self._is_alone:
             self._prefill_stops.begin(request)
 
@@ -284,7 +288,8 @@ class Checkpoints:
         return tuple(keys.key(group, end) for end in range(step, last * step + 1, step))
 
     def _junction(self, tracked: TrackedRequest, loss: Loss | None) -> int:
-        """The last boundary that the FULL groups hold, if no state is stored there; else 0."""
+        """The last boundary that the FULL groups hold, if it is beyond the hit and a group's state is missing there;
+        else 0. Also 0 without a lookup, and for a request that was admitted before."""
         if loss is None or tracked.checkpoint_state.was_admitted:
             # A request that was admitted before: its stored prefix ends where it was preempted, or where chunks were
             # withdrawn after a failed load. No request diverges there. `SeenPrefixes` has recorded the junction of its
@@ -304,7 +309,8 @@ class Checkpoints:
         )
 
     def on_admitted(self, tracked: TrackedRequest, num_external_tokens: int) -> None:
-        """Called when the engine has allocated the request's blocks: its stops are final."""
+        """Called when the engine has allocated the request's blocks: its stops are final. Records its prefixes and
+        stops for the plans of later requests."""
         checkpoint_state = tracked.checkpoint_state
         if self._answers is not None:
             self._answers.on_resumed(tracked, tracked.computed_tokens + num_external_tokens)
@@ -321,7 +327,8 @@ class Checkpoints:
     def states(
         self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables, handed_over: Sequence[State]
     ) -> list[State]:
-        """States of a request after a step: those that the engine hands over, and those of an answer."""
+        """States to store after a step: states that the engine hands over, without a state at which the request resumed
+        (see `_is_loaded`), and states of an answer, if `AnswerStates` admits them."""
         states = [state for state in handed_over if not self._is_loaded(tracked, state)]
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
         if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._store_usage()):
@@ -330,7 +337,7 @@ class Checkpoints:
         return states
 
     def _is_loaded(self, tracked: TrackedRequest, state: State) -> bool:
-        """Whether the request was loaded up to this state, and host memory is the only tier and still has the state.
+        """Whether the request resumed at this state, and host memory is the only tier and still has the state.
 
         Such a state is not stored again. A store would touch it, so that the prompt's own, deeper state would be
         evicted first.
@@ -354,8 +361,8 @@ class Checkpoints:
         if self._answers is not None and states:
             self._answers.on_planned(tracked, states)
 
-    def on_stored(self, num_bytes: int) -> None:
-        """Updates the statistics by which states are priced. `num_bytes`: bytes of all stores planned so far, on each
+    def record_planned_bytes(self, num_bytes: int) -> None:
+        """Updates the statistics that give states their price. `num_bytes`: bytes of all stores planned so far, on each
         rank."""
         if num_bytes > self._num_bytes:
             more = (num_bytes - self._num_bytes) * self._layout.world_size
@@ -367,7 +374,7 @@ class Checkpoints:
             self._answers.forget()
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
-        """Called when a step is planned."""
+        """Called when a step is planned. Sets the next stops in the engine, if no other connector sets stops."""
         if self._is_alone:
             self._prefill_stops.advance(scheduler_output)
 

@@ -94,7 +94,7 @@ class HintReader:
         return hints
 
     def _without_refused_peers(self, request: Any, hints: Hints) -> Hints:
-        """The hints without the peers that the operator does not allow."""
+        """The hints without the peers that the operator does not allow. Counts such hints, and warns of the first."""
         allowed = tuple(filter(self.allows_peer, hints.peers))
         if len(allowed) == len(hints.peers):
             return hints
@@ -105,7 +105,7 @@ class HintReader:
             logger.warning(
                 "request %s: its hint names the peer %s, which is ignored: expected one of peers of the peer tier, or "
                 "a host in its allowed_hosts; hint: add the network of your engines to allowed_hosts (%s). Further "
-                "ones are only counted, in vllm:hybridkv_hints_total",
+                "such requests are only counted, in vllm:hybridkv_hints_total",
                 printable(request.request_id),
                 printable(f"{host}:{port}"),
                 _PEERS_PAGE,
@@ -155,7 +155,8 @@ def _address(path: str, text: str) -> tuple[str, int]:
 
 
 def _merge(all_hints: list[Hints]) -> Hints:
-    """Merges several objects of hints. `store` and `load` are True only if all are True."""
+    """Merges several objects of hints. `store` and `load` are True only if they are True in all objects; `prefetch` is
+    True if it is True in one."""
     return Hints(
         store=all(hints.store for hints in all_hints),
         load=all(hints.load for hints in all_hints),

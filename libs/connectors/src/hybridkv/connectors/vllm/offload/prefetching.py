@@ -33,7 +33,7 @@ class _Waiting:
     tracked: TrackedRequest
     since_s: float
     lookup_deadline_s: float | None = None
-    """Deadline of the async lookups; None before they were sent."""
+    """Deadline of the async lookups; None before the first search, and while the adapter is not identified."""
     generation: int | None = None
     """Generation of the stack at the last search; None while the adapter is not identified."""
 

@@ -23,7 +23,7 @@ REPORTED_SHARE: Final = 0.95
 RECORD_S: Final = 1.0
 """Shortest time between two updates of the gauges."""
 LOG_S: Final = 3600.0
-"""Shortest time between two log lines. Counts are halved after each line."""
+"""Shortest time between two log lines, except the line at shutdown. Counts are halved as often."""
 
 
 class ReuseMeter:
@@ -150,5 +150,6 @@ class ReuseMeter:
         return {name: number / report.prompt_tokens for name, number in tokens.items()}
 
     def _needed_bytes(self, report: ReuseReport) -> int:
-        """Host memory for most reused tokens, over all ranks; 0 if nothing is reused, or if it is above all sizes."""
+        """Size of host memory, over all ranks, that restores `REPORTED_SHARE` of the reused tokens. 0 if nothing is
+        reused, or if the size is above all measured sizes."""
         return round((report.bytes_for(REPORTED_SHARE) or 0.0) * self._num_ranks)

@@ -92,8 +92,8 @@ class OffloadScheduler:
         self._events = self._stores.events = RouterEvents(self._layout, self._stack, groups, self._metrics)
 
     def bind_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Sets the planner of prefill stops, for models with recurrent states. Without it, only states that the engine
-        hands over by itself are stored."""
+        """Sets the planner of prefill stops, for models with recurrent states. Does nothing if the connector does not
+        store. Without the planner, only states that the engine hands over by itself are stored."""
         self._checkpoints = checkpoints if self._kv_role.stores else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -123,7 +123,8 @@ class OffloadScheduler:
         """State of a request; the first call creates it.
 
         If the connector loads, the first call also begins a prefetch for a request with the hint `prefetch`. For other
-        requests it sends the async lookups, so that answers may arrive while the request is in the engine's queue.
+        requests that may load, it sends the async lookups, so that answers may arrive while the request is in the
+        engine's queue.
         """
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
@@ -135,7 +136,7 @@ class OffloadScheduler:
         return tracked
 
     def _may_look_up(self, tracked: TrackedRequest) -> bool:
-        """Whether to send async lookups: a tier accepts them, the request may load, and it has keys."""
+        """Whether to send async lookups: a tier accepts them, the request may load, and this call can find its keys."""
         if not self._stack.lookup_wait_s or not tracked.hints.load or compat.skips_prefix_cache(tracked.request):
             return False
         return self._requests.identify(tracked)
@@ -143,7 +144,8 @@ class OffloadScheduler:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Number of tokens after `computed_tokens` that can be loaded; None if the engine must call again.
 
-        A request that must not load gets 0, without a lookup, a promotion or a wait.
+        A request that must not load, or has no keys, gets 0, without a lookup, a promotion or a wait. After a lookup
+        with an answer, plans the prefill stops of the request.
         """
         tracked = self.track(request)
         is_identified = self._requests.identify(tracked)
@@ -191,7 +193,8 @@ class OffloadScheduler:
     # Called once in each step.
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """Plan of one step: its loads and moves, and the stores that follow its forward pass."""
+        """Plan of one step: its loads and moves, and the stores that follow its forward pass. Drops the progress of
+        preempted requests, and forgets ended requests."""
         self._stack.tick()
         measured_step = self._loads.begin_step(scheduler_output.num_scheduled_tokens)
         preempted = compat.preempted_ids(scheduler_output)
@@ -224,7 +227,8 @@ class OffloadScheduler:
         )
 
     def plan_moves(self) -> StepPlan:
-        """Plan of a step without requests, for the flush at shutdown."""
+        """Plan of a step without requests, for the flush at shutdown: moves, and stores planned at the end of requests.
+        Ends all prefetches."""
         self._prefetcher.end()
         self._stack.tick()
         stores, self._planned_stores = self._planned_stores, []
@@ -289,11 +293,11 @@ class OffloadScheduler:
         tracked.idle_below_tokens = min(tracked.idle_below_tokens, idle_below)
         if states:
             checkpoints.on_planned(tracked, states)
-            checkpoints.on_stored(self._stores.num_planned_bytes)
+            checkpoints.record_planned_bytes(self._stores.num_planned_bytes)
         return store
 
     def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Stores the state at the end of an answer. Called before the engine frees the blocks of the request.
+        """Plans the store of the state at the end of an answer. Called before the engine frees the request's blocks.
 
         With asynchronous scheduling, this state has no key during the steps of the request. The next plan contains the
         store. The blocks of the state stay pinned until the store has ended.
@@ -351,7 +355,7 @@ class OffloadScheduler:
             self._stack.on_move(move_id, moved)
 
     def record_tiers(self) -> None:
-        """Updates the metrics of the tiers."""
+        """Updates the metrics of the tiers, of kept bytes and of reuse. Logs the estimate of reuse if it is due."""
         self._metrics.tiers(self._stack, self._layout.world_size)
         self._keeper.record(self._layout.world_size)
         self._reuse.record()
@@ -378,7 +382,7 @@ class OffloadScheduler:
         return True
 
     def close(self) -> None:
-        """Unpins all blocks in the engine's pool, and closes the tiers."""
+        """Logs the estimate of reuse, unpins all blocks in the engine's pool, and closes the tiers."""
         self._reuse.log()
         self._stores.close()
         self._in_flight.close()

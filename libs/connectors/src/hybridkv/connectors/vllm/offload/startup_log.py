@@ -174,7 +174,7 @@ def _notes(vllm_config: VllmConfig, layout: CacheLayout) -> list[str]:
     if spec.tail_tokens is not None:
         notes.append(
             f"HybridOffloadConnector: prompts resume inside blocks too, at multiples of {spec.tail_tokens} tokens, "
-            "where one ended"
+            "where an earlier prompt ended"
         )
     scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
     if scratch:

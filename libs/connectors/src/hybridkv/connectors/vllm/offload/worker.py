@@ -93,11 +93,11 @@ class OffloadWorker(RankWorker):
 
     @property
     def has_secondary_tiers(self) -> bool:
-        """Whether there are secondary tiers. Their content outlives the engine."""
+        """Whether there are secondary tiers. If so, other and later engines may read stored bytes."""
         return bool(self._open_medium)
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
-        """Registers the engine's KV tensors.
+        """Registers the engine's KV tensors. Then tests the copies, and chooses `verify_ram` if it is not set.
 
         Raises:
             ConfigurationError: the bytes are not at the addresses that follow from the engine's specs, or not on this
@@ -120,7 +120,7 @@ class OffloadWorker(RankWorker):
         self._ram_checks = RamChecks(self._arena, chosen)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Submits the step's loads and its moves between tiers."""
+        """Submits the step's loads and its moves between tiers. Fails refused loads at once."""
         self._is_engine_idle = plan.is_idle
         if plan.measured_step:
             # Not in `start_stores`: with a drafter, vLLM takes the outcome of a step before its stores start.
@@ -136,7 +136,7 @@ class OffloadWorker(RankWorker):
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
-        """Submits moves between tiers, and opens their media first."""
+        """Opens the media of the plan's moves, and submits the moves. Moves of a medium that cannot be opened fail."""
         moves = plan.moves
         if plan.namespace:
             for tier in self._opened_at_start - {move.tier for move in moves} - self._mover.media.keys():
@@ -179,7 +179,7 @@ class OffloadWorker(RankWorker):
     def _stored(self, store_id: int, failures: tuple[LoadFailure, ...]) -> None:
         self._outcomes.stored(store_id, *((failures[0].detail, failures[0].reason) if failures else (None, None)))
 
-    # Called on the copy thread, before and after the copies of a job.
+    # The private methods below are called on the copy thread, before and after the copies of a job.
 
     def _get_lowering(self) -> JobLowering:
         if self._lowering is None:
@@ -235,7 +235,8 @@ class OffloadWorker(RankWorker):
         return job.failures[0].detail if job.failures else None
 
     def results(self) -> LoadResults:
-        """Loads that ended since the last call. Also collects ended moves; the base class's `outcome` returns them."""
+        """Loads that ended since the last call. Also collects ended moves; the base class's `outcome` returns these. In
+        a step without a forward pass, first waits up to `IDLE_WAIT_S` for loads."""
         if self._is_engine_idle:
             self._copies.wait_for_loads(IDLE_WAIT_S)
         self._copies.poll()

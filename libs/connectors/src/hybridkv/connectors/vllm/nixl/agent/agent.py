@@ -148,7 +148,7 @@ class Agent:
         self._inbox.put(lambda: self._execute(plan))
 
     def take_results(self) -> AgentResults:
-        """Takes the results since the last call. The engine's thread calls this."""
+        """Takes the results since the last call. A failed load is in `finished` too. The engine's thread calls this."""
         with self._lock:
             results, self._results = self._results, AgentResults()
         return results
@@ -158,7 +158,7 @@ class Agent:
         self._inbox.put(self._begin_closing)
         has_stopped = self._join()
         has_stopped = self._loop.close(CLOSE_S) and has_stopped
-        has_stopped = self._server.is_closed(CLOSE_S) and self._reads.is_closed(CLOSE_S) and has_stopped
+        has_stopped = self._server.wait_closed(CLOSE_S) and self._reads.wait_closed(CLOSE_S) and has_stopped
         return self._transport.close(CLOSE_S) and has_stopped
 
     # A simulation replaces these two methods and calls `_turn` itself.
@@ -249,7 +249,7 @@ class Agent:
         self._server.close()
         self._reads.close()
 
-    # On the control connections' thread.
+    # The returned handlers run on the control connections' thread.
 
     def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
         is_server = received == self._on_consumer_message

@@ -46,7 +46,7 @@ class ConnectionState(enum.Enum):
 
 @dataclass(slots=True)
 class ProducerConnection:
-    """Connection to one rank of a producer. `exchange` and `remote` are set when the state is READY."""
+    """Connection to one rank of a producer. `exchange` and `remote` are set before the state is READY."""
 
     address: tuple[str, int, str]
     link: LinkId
@@ -104,7 +104,7 @@ class ProducerConnections:
         self._by_link: dict[LinkId, ProducerConnection] = {}
         self._links: dict[int, tuple[RankLink, ...] | None] = {}
         self._fresh: set[LinkId] = set()
-        """Connections that were requested in this turn, so their users may not be in `in_use` yet."""
+        """Connections that were requested in this turn, so `in_use` may not return them yet."""
         self.in_use: Callable[[], set[LinkId]] = set
         """Returns the connections of running reads and of leases."""
 
@@ -168,7 +168,8 @@ class ProducerConnections:
             self._control.send(link, Describe(self._encoded, b""))
 
     def received(self, peer: ProducerConnection, message: Message) -> bool:
-        """Handles messages that lead to READY. Returns False for any other message."""
+        """Handles the producer's description, and its acceptance or refusal of ours. Returns False for any other
+        message."""
         if isinstance(message, Describe):
             self._described(peer, message)
         elif isinstance(message, Accepted):
@@ -197,7 +198,8 @@ class ProducerConnections:
         peer.exchange, peer.remote = Exchange(agreement), remote
 
     def sever(self, peer: ProducerConnection) -> None:
-        """Ends the connection of a transfer that does not end, so that the transfer ends."""
+        """Ends a connection, so that a transfer that does not end is ended, or because the transport has closed the
+        peer."""
         if peer.state is not ConnectionState.OVER:
             self._fail(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
 

@@ -106,7 +106,8 @@ class LeaseServer:
         bounds = LeaseBounds(options.lease_s, options.lease_s, MAX_LEASE_LENGTHS * options.lease_s)
         self._leases = Leases(options.max_leases, bounds, memory.write_slot)
         self._opened: dict[Lease, str] = {}
-        """Requests that run, or that have finished but are not yet offered, by lease."""
+        """Requests that run, or that have finished but are not yet offered, by lease. Not those in
+        `_held_before_plan` and `_ended_before_plan`."""
         self._held_before_plan: set[str] = set()
         """Finished requests with a lease that a consumer used before `offer`."""
         self._ended_before_plan: set[str] = set()
@@ -307,7 +308,7 @@ class LeaseServer:
         self._digest_thread.close()
         self._leases.close()
 
-    def is_closed(self, timeout_s: float) -> bool:
+    def wait_closed(self, timeout_s: float) -> bool:
         """Waits for the digest thread. Returns False if it still reads the engine's memory after `timeout_s`."""
         return self._digest_thread.has_ended(timeout_s)
 

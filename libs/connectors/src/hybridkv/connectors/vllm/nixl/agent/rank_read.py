@@ -72,8 +72,8 @@ class _ReadCheck:
     """Scratch slot into which the lease is read."""
     transfer: TransferId | None = None
     lease_is_valid: bool = False
-    waits: bool = False
-    """The digest thread's queue was full."""
+    was_queue_full: bool = False
+    """The digest thread's queue was full at the last attempt."""
     ours: Outcome[list[bytes]] | None = None
     digests_agree: bool = False
 
@@ -127,7 +127,7 @@ class RankRead:
 
     @property
     def is_moving(self) -> bool:
-        """True if a transfer is running."""
+        """True if a transfer of pages or of the lease is running."""
         return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
     def poll(self, stage: ReadStage) -> Event | None:
@@ -144,7 +144,7 @@ class RankRead:
         return None
 
     def start(self, timeout_s: float) -> None:
-        """Starts the transfer and requests the producer's digests."""
+        """Starts the transfer. With `verify`, also requests the producer's digests."""
         assert self._pairing is not None and self.peer.remote is not None
         self._transfer = self._tools.transport.read(self.peer.remote, self._pairing.ranges, timeout_s)
         if self._tools.verify:
@@ -250,7 +250,8 @@ class RankRead:
     # The lease.
 
     def _check_lease(self, check: _ReadCheck) -> ReadFailure | None:
-        """Checks the lease. The lease is read after all bytes, so a valid lease was valid during the whole transfer."""
+        """Checks the lease. Returns the failure; None if the lease is valid or not yet read. The lease is read after
+        all bytes, so a valid lease was valid during the whole transfer."""
         if check.lease_is_valid:
             return None
         if check.transfer is None:
@@ -320,7 +321,7 @@ class RankRead:
         return None
 
     def _take_ours(self, check: _ReadCheck, request: DigestRequest) -> ReadFailure | None:
-        if check.waits and self._tools.digest_thread.is_full:
+        if check.was_queue_full and self._tools.digest_thread.is_full:
             return None
         exchange = self.peer.exchange
         assert exchange is not None
@@ -330,7 +331,7 @@ class RankRead:
             return ReadFailure.PAIRING
         # None if the digest thread's queue is full: then later polls try again, until the deadline.
         check.ours = self._tools.digest_thread.take(runs)
-        check.waits = check.ours is None
+        check.was_queue_full = check.ours is None
         return None
 
 

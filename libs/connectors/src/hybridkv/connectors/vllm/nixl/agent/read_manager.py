@@ -1,8 +1,8 @@
 """Read manager: a consumer's reads on one rank. `hybridkv.peers.reads` is the state machine of each read.
 
-A read succeeds only if the lease table of each producer rank has the lease after the last byte has arrived, and, with
-`verify`, both sides' digests are equal. A read ends exactly once, and never while a transfer may still write, because
-the engine may give the blocks to another request after the end.
+A read succeeds only if the lease table of each rank that was read has the lease after the last byte has arrived, and,
+with `verify`, both sides' digests are equal. A read ends exactly once, and never while a transfer may still write into
+the engine's blocks, because the engine may give the blocks to another request after the end.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ReadManager:
 
     @property
     def links(self) -> set[LinkId]:
-        """Connections of running reads."""
+        """Connections of running reads, and of ended reads that still read a lease."""
         reads = (rank for read in self._reads.values() for rank in read.ranks)
         return {rank.peer.link for rank in (*reads, *self._leftovers)}
 
@@ -186,7 +186,7 @@ class ReadManager:
         """Stops digests."""
         self._digest_thread.close()
 
-    def is_closed(self, timeout_s: float) -> bool:
+    def wait_closed(self, timeout_s: float) -> bool:
         """Waits for the digest thread. Returns False if it still reads the engine's memory after `timeout_s`."""
         return self._digest_thread.has_ended(timeout_s)
 

@@ -26,7 +26,8 @@ RENEWALS_PER_LEASE = 4
 MIN_RENEWAL_S = 0.05
 """Minimum time between two renewals: the lease time comes from a proxy, which may send any value."""
 MAX_RECONNECTS, RECONNECT_S = 3, 1.0
-"""Maximum reconnects after a lost connection, and the longest pause between two reconnects, in seconds."""
+"""Maximum reconnects after a lost connection, and the pause between two reconnects in seconds; less if renewals are
+more frequent. Before `end`, only renewals reconnect, so the pause is the time between two renewals."""
 MAX_RECONNECTED_LEASES = 1024
 """Maximum number of leases at which lost connections are opened again. Above it, leases of lost connections expire."""
 _PERMANENT_FAILURES = ("refused", "protocol")
@@ -92,7 +93,8 @@ class RemoteLeases:
         )
 
     def release_rank(self, request_id: str, rank: int, is_read: bool) -> None:
-        """Sends `LeaseDone` to one rank of the producer. The leases at other ranks and the connection stay."""
+        """Sends `LeaseDone` to one rank of the producer, if it is connected and no other request shares the lease. The
+        leases at other ranks and the connection stay."""
         lease = self._leases.get(request_id)
         if lease is None:
             return
@@ -126,7 +128,7 @@ class RemoteLeases:
                 holder.reconnects_left = MAX_RECONNECTS
 
     def _release(self, request_id: str, lease: _RemoteLease, is_read: bool) -> None:
-        """Sends `LeaseDone` to connected ranks. Keeps ranks that may connect again."""
+        """Sends `LeaseDone` to connected ranks. Keeps ranks that may connect again, until the end of the lease."""
         now_s, waiting = self._clock(), list[_LeaseHolder]()
         for holder in lease.holders:
             self._reconnect(lease, holder, now_s)

@@ -1,7 +1,8 @@
 """Description of a rank for its peers: the facts on which its KV bytes depend, and the layout of its memory.
 
 If `page_parts` can locate heads and tokens in a page, the description lists them. All other pages are indivisible
-pieces: two ranks can exchange such pages only if their block sizes and tensor-parallel sizes are equal.
+pieces: two ranks can exchange such pages only if their block sizes are equal, and also their tensor-parallel sizes,
+unless all ranks of an engine have the same bytes.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class RegisteredPages(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Name of a process start, its rank, and its engine's tensor-parallel size."""
+    """Name of a rank (new at each start of its process), its number, and its engine's tensor-parallel size."""
 
-    engine: str
+    name: str
     rank: int
     tp_size: int
 
@@ -146,7 +147,7 @@ def describe(
         groups = _groups(layout, pages, {})
     description = Description(
         PROTOCOL,
-        place.engine,
+        place.name,
         facts,
         place.rank,
         place.tp_size,

@@ -160,7 +160,7 @@ class HostCopyTracker:
             self._saved_tokens.pop(request_id, None)
 
     def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[HostCopy]:
-        """Copies to make after this step, for requests with a complete prompt.
+        """Copies to make after this step, for requests with a complete prompt after it. Counts their tokens as saved.
 
         Args:
             scheduled_tokens: number of tokens by request of this step.

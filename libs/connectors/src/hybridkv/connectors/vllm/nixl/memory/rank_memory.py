@@ -101,7 +101,7 @@ class DigestThread(BackgroundThread):
         self._wake = wake
 
     def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
-        """Starts to digest runs. Returns None if the thread's queue is full."""
+        """Digests few bytes at once, or starts to digest more bytes. Returns None if the thread's queue is full."""
         if int(runs.num_bytes.sum()) <= INLINE_DIGEST_BYTES:
             outcome: Outcome[list[bytes]] = Outcome()
             outcome.run(lambda: self._memory.digests(runs))

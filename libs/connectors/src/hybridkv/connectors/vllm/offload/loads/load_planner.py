@@ -156,7 +156,7 @@ class LoadPlanner:
 
     def _note_poll(self, tracked: TrackedRequest, now_s: float) -> None:
         """Records a poll. If the engine took steps without a poll, only `MAX_POLL_S` of the time since the last poll
-        counts as a wait. So every wait ends."""
+        counts as a wait. A part always counts, so every wait ends."""
         last, tracked.last_lookup = tracked.last_lookup, (self._num_steps, now_s)
         if last is not None and self._num_steps > last[0] + 1 and now_s > last[1] + MAX_POLL_S:
             tracked.stage = life.paused(tracked.stage, now_s - last[1] - MAX_POLL_S)
@@ -196,7 +196,8 @@ class LoadPlanner:
         return self._stack.is_lookup_pending(key)
 
     def begin_step(self, num_scheduled_tokens: Mapping[str, int]) -> int:
-        """Called when a step is planned. Returns the number of the step if its time is measured, else 0."""
+        """Called when a step is planned. Sends expired async lookups again. Returns the number of the step if its time
+        is measured, else 0."""
         self._num_steps += 1
         self.lookups.send_again()
         self._costs.begin_step()
@@ -287,7 +288,8 @@ class LoadPlanner:
     # Called after the engine has allocated blocks.
 
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
-        """Plans the load of the external tokens into the allocated blocks; None if there are none."""
+        """Plans the load of the external tokens into the allocated blocks; None without external tokens. Releases the
+        request's lease, and explains the lookup."""
         request_id = tracked.request_id
         self.lookups.leave_queue(request_id)
         # A request that continues without a new lookup is not explained again, even if an old answer is known.
@@ -320,7 +322,7 @@ class LoadPlanner:
         self.end_wait(tracked)
 
     def end_wait(self, tracked: TrackedRequest) -> None:
-        """Ends the wait of a request, which runs now, and counts its time."""
+        """Counts the time of a request's wait, if it has waited. The request runs from now on."""
         if tracked.waiting_since_s is not None:
             self._metrics.waited(max(0.0, self._clock() - tracked.waiting_since_s))
             tracked.waiting_since_s = None
@@ -360,7 +362,7 @@ class LoadPlanner:
         return explain(self._layout.spec, tracked, admission)
 
     def on_request_finished(self, request_id: str) -> None:
-        """Releases the request's lease and admission."""
+        """Releases the request's lease and admission. A load in flight keeps its admission until it has ended."""
         self.lookups.leave_queue(request_id)
         self._stack.release(request_id)
         self._in_flight.on_request_finished(request_id)

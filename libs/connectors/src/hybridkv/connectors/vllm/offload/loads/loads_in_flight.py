@@ -89,7 +89,7 @@ class LoadsInFlight:
         self._local.bind(pool)
 
     def begin(self, tracked: TrackedRequest, boundary: int, blocks: KVCacheBlocks) -> Load:
-        """Plans the load up to `boundary` into the allocated blocks, and pins the chunks that it reads.
+        """Plans the load up to `boundary` into the allocated blocks, and pins the chunks of the load.
 
         A load that cannot be planned is refused: the workers report it as failed and copy nothing.
         """
@@ -156,12 +156,12 @@ class LoadsInFlight:
         return wanted
 
     def _require_sizes(self, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Checks the length of all chunks, and invalidates those of another length in every tier.
+        """Checks the length of all chunks, and invalidates chunks with a wrong length in every tier.
 
         A remote tier may report a wrong length. Without this check, the next request would find the same chunks.
 
         Raises:
-            PlanError: a chunk has another length. All chunks are unpinned.
+            PlanError: a chunk has a wrong length. All chunks are unpinned.
         """
         size = self._layout.chunk_bytes
         bad = [

@@ -87,7 +87,7 @@ class LocalBlocks:
             self._pins.free(blocks)
 
     def holds_freed_blocks(self) -> bool:
-        """Whether the end of a load returns blocks to the engine."""
+        """Whether the end of a load will return blocks to the engine's pool."""
         return any(map(unpin_frees_any, self._pinned.values()))
 
     def close(self) -> None:

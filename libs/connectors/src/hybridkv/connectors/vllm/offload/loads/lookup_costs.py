@@ -24,7 +24,8 @@ CHECK_EVERY_S: Final = 1.0
 LOG_AGAIN_S: Final = 60.0
 """Shortest time between two log lines about one tier."""
 LOG_FACTOR: Final = 2.0
-"""A break-even length is logged again when it has changed by more than this factor."""
+"""A break-even length is logged again when it has changed by more than this factor, or when requests begin or cease to
+wait for lookups."""
 
 
 def _bytes_of_hit(layout: CacheLayout) -> tuple[float, int]:
@@ -61,7 +62,7 @@ class LookupCosts:
     def begin_step(self) -> None:
         """Called when a step is planned. Logs the break-even lengths if a check is due."""
         self._expected = None
-        if self._has_async_lookups and self._prefill_speed.is_measured and self._break_even.is_due():
+        if self._has_async_lookups and self._prefill_speed.is_known and self._break_even.is_due():
             for name, measured in self._stack.measured_lookups().items():
                 self._break_even.record(name, self._wait_of(*measured), self._prefill_speed.seconds_per_token)
 

@@ -33,7 +33,8 @@ class LookupSender:
         self._stack = stack
         self._clock = clock
         self._queued: dict[str, tuple[TrackedRequest, float]] = {}
-        """Requests in the engine's queue, and when their async lookups are checked again. The oldest first."""
+        """Requests in the engine's queue, and when their async lookups are checked again. `send_again` takes the first
+        request and puts it last."""
 
     def send(self, tracked: TrackedRequest, limit_tokens: int) -> None:
         """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first
@@ -60,7 +61,7 @@ class LookupSender:
 
     def are_in_flight(self, tracked: TrackedRequest, limit_tokens: int) -> bool:
         """Whether the async lookups of the request are in flight. Checks the last chunk: a tier that accepts only some
-        of the keys leaves out the last chunk first."""
+        of the keys leaves out the last chunk first. Always False for a model with tails."""
         spec = self._layout.spec
         last = last_boundary(spec, limit_tokens)
         if spec.tail_tokens is not None or last <= tracked.computed_tokens:

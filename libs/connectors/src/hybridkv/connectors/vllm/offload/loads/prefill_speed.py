@@ -20,7 +20,8 @@ MAX_IN_FLIGHT: Final = 8
 
 
 class PrefillSpeed:
-    """Median prefill time of one token, over the last measured steps. A worker returns the number of a measured step.
+    """Median prefill time of one token over the last measured steps, or the time that the operator set. A worker
+    returns the number of a measured step.
 
     Args:
         clock: time in seconds.
@@ -38,7 +39,7 @@ class PrefillSpeed:
         self._samples: deque[float] = deque(maxlen=NUM_STEPS)
 
     @property
-    def is_measured(self) -> bool:
+    def is_known(self) -> bool:
         """Whether the speed is known: measured, or set by the operator."""
         return self._is_fixed or bool(self._samples)
 

@@ -66,7 +66,7 @@ class Keeper:
         self._expires_at_s = float("-inf")
 
     def keep(self, chain: PrefixChain, seconds: float) -> None:
-        """Keeps the prefix of a request that has ended, for `seconds` from now on."""
+        """Keeps the prefix of an ended request for `seconds` from now on, in each tier whose share has room for it."""
         self._expire()
         keys = chain.keys
         costs = {part: self._costs(part) for part in keys}
@@ -114,7 +114,7 @@ class Keeper:
                 self._kept_bytes[tier] -= cost * kept.tiers[tier]
 
     def renew(self) -> None:
-        """Touches the kept chunks in tiers that have changed enough. Called once in each step."""
+        """Touches the kept chunks in tiers with enough changed keys; see `CHURN`. Called once in each step."""
         if not self._kept:
             return
         is_due = [
@@ -138,7 +138,7 @@ class Keeper:
         return [key for key, kept in reversed(self._kept.items()) if kept.tiers[tier]]
 
     def record(self, num_ranks: int) -> None:
-        """Updates the metrics."""
+        """Updates the metrics of the kept bytes."""
         for name, num_bytes in zip(self._tiers, self._kept_bytes, strict=True):
             self._metrics.kept_bytes(name, num_bytes * num_ranks)
 

@@ -1,6 +1,6 @@
 """Stored prefix of a request: finds the chunks that are stored already, and the keys that each chunk extends.
 
-`find_stored_prefix` does one lookup for each group instead of one for each chunk, because a long prefix is stored
+`find_stored_prefix` does one or two lookups for each group, not one for each chunk, because a long prefix is stored
 already after a load, or after a hit in the engine's own cache. It changes nothing in the tiers.
 """
 
@@ -23,14 +23,15 @@ class StoredPrefix(NamedTuple):
     """Storable chunks of a request that the primary tier holds already, and facts about later chunks."""
 
     stop_tokens: int
-    """All storable chunks that end here or before are in `parts`."""
+    """All storable chunks that end here or before, and after the first token of the search, are in `parts`."""
     parts: list[Part]
     """In `path_order`."""
     keys: list[bytes]
+    """Keys of `parts`."""
     later_keys: dict[Part, bytes]
     """Keys of storable chunks that end after `stop_tokens`, without those of `absent_groups`."""
     absent_groups: frozenset[int]
-    """Groups without a later chunk in the primary tier."""
+    """Groups with later chunks, none of which is in the primary tier."""
 
 
 def find_stored_prefix(
@@ -50,7 +51,7 @@ def find_stored_prefix(
         stack: the tiers.
         keys: keys of the request.
         first_token: chunks that end here or before are handled already.
-        last_token: chunks that end after this token are not final in every group.
+        last_token: chunks that end after this token are not searched, because some groups may still change there.
         block_ids: the request's block table of every group of `spec`.
     """
     last, chunk = max(first_token, last_token), spec.chunk_tokens
@@ -63,7 +64,7 @@ def find_stored_prefix(
         if not ends:
             continue
         if not isinstance(ends, range):
-            # The block table has holes. No known engine leaves them. The caller looks up each chunk by itself.
+            # The block table has holes. No known engine leaves holes. The caller looks up each chunk.
             return StoredPrefix(first_token, [], [], {}, frozenset())
         group_keys = keys.between(group_index, ends[0] // chunk - 1, ends[-1] // chunk)
         num_held = stack.leading_primary(group_keys)

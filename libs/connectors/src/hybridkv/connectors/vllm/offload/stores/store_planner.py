@@ -66,7 +66,8 @@ _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 class _StoreInFlight:
     chain: PrefixChain
     chunks: list[StoredChunk]
-    """In `path_order`, without the leading chunks that all tiers held when the store was planned."""
+    """New and stored chunks in `path_order`, without the leading chunks that every secondary tier held when the store
+    was planned."""
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
@@ -76,7 +77,8 @@ class _StoreInFlight:
     origins: dict[Part, str] = field(default_factory=dict)
     """Origin of each stored state of the first recurrent group."""
     reused_tokens: int = 0
-    """Length of the prefix that another request had stored. New states and windows up to here make it resumable."""
+    """Length of the prefix that was stored before this store was planned; 0 without one. New states and windows up to
+    here make the prefix resumable."""
 
 
 class _Path(NamedTuple):
@@ -85,13 +87,14 @@ class _Path(NamedTuple):
     parts: list[Part]
     keys: list[bytes]
     num_held: int
-    """Number of leading chunks that all tiers hold."""
+    """Number of leading chunks that every secondary tier with cascades holds or is storing."""
     extends: list[Extends]
-    """For each of the other chunks, the keys that it extends."""
+    """For each chunk after these, the keys that it extends."""
 
 
 def _add_chunks(chain: PrefixChain, chunks: _Path, refused: set[Part], new: set[Part]) -> list[StoredChunk]:
-    """Adds chunks to a chain, except refused ones. Returns those that some tier lacks, in `path_order`."""
+    """Adds chunks to a chain, except refused chunks. Returns the added chunks after the first `num_held`, in
+    `path_order`."""
     chain.keys.update(zip(chunks.parts, chunks.keys, strict=True))
     chain.drop(list(refused))
     held = chunks.num_held
@@ -140,9 +143,11 @@ class StorePlanner:
     def plan(
         self, tracked: TrackedRequest, num_scheduled: int, states: list[State], tables: compat.BlockTables
     ) -> Store | None:
-        """Plans the store of all chunks that become storable with this step's forward pass; None if nothing is copied.
+        """Plans the store of the chunks that are final after this step's forward pass, and that the primary tier lacks.
+        None if nothing is copied.
 
-        The request must have keys.
+        Touches the chunks that are stored already, and cascades them: at the end of the store, or now if nothing is
+        copied. The request must have keys.
         """
         spec, request = self._layout.spec, tracked.request
         hashes = tracked.prefix_hashes()
@@ -178,7 +183,8 @@ class StorePlanner:
         def wanted(group_index: int, ends: Sequence[int]) -> Sequence[int]:
             if group_index in absent and ends[-1] <= searched_tokens:
                 return ends
-            # Groups without lookahead may have final chunks after `searched_tokens`. These are not looked up yet.
+            # Groups without lookahead may have final chunks after `searched_tokens`. `find_stored_prefix` has not
+            # looked up these chunks.
             return [
                 end
                 for end in ends
@@ -215,10 +221,11 @@ class StorePlanner:
         self, tracked: TrackedRequest, parts: Sequence[Part], keys: dict[Part, bytes]
     ) -> dict[Part, None]:
         """States and windows of the longest hit in the primary tier up to the token where the request resumed, without
-        those in `parts`. Adds their keys to `keys`.
+        those in `parts`. Adds their keys to `keys`. Empty without secondary tiers, and after the first call since the
+        request resumed.
 
-        They count as used, even if the engine's own cache served the request, and even if it resumed between two
-        boundaries. Otherwise the most used prefixes would never cascade as reused.
+        These chunks count as used, even if the engine's own cache served the request, and even if the request resumed
+        between two boundaries. Otherwise the most used prefixes would never cascade as reused.
         """
         num_tokens, tracked.resumed_tokens = tracked.resumed_tokens, 0
         spec = self._layout.spec
@@ -330,13 +337,14 @@ class StorePlanner:
     def _publish(
         self, chain: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool = True, reused_tokens: int = 0
     ) -> None:
-        """Commits or aborts new chunks, and cascades all chunks in `path_order`.
+        """Commits or aborts new chunks, and cascades the other chunks that the primary tier holds, in `path_order`. If
+        the chain is complete, also keeps its prefix and cascades its missing chunks.
 
         Args:
             chain: chain of the request.
             chunks: chunks of the store, in `path_order`.
             is_stored: whether all ranks have written the new chunks.
-            reused_tokens: prefix that another request had stored; see `_StoreInFlight`.
+            reused_tokens: length of the prefix that was stored before; see `_StoreInFlight`.
         """
         ended: Counter[tuple[int, str]] = Counter()
         for is_new, run in groupby(chunks, key=attrgetter("is_new")):
@@ -364,7 +372,7 @@ class StorePlanner:
                 [chunk.key for chunk in chunks if self._is_interim_state(chain, chunk.part)],
             )
             for chunk, is_offered in zip(chunks, offered, strict=True):
-                # The reused prefix cascades now. Without this chunk, other engines could not resume it.
+                # The reused prefix cascades now. Without this chunk, other engines could not resume the prefix.
                 if is_offered and chunk.part[1] <= reused_tokens and not self._is_interim_state(chain, chunk.part):
                     self._stack.cascade(chunk.key, chunk.extends)
         else:
@@ -381,10 +389,10 @@ class StorePlanner:
         return is_state and end_token > chain.prompt_tokens and not chain.is_over
 
     def _cascade_missing(self, chain: PrefixChain) -> None:
-        """Cascades the chunks of a chain that a secondary tier lacks by now.
+        """Cascades the chunks of a chain that a secondary tier with the policy ALL lacks by now.
 
-        Stops at a whole FULL chunk that host memory lacks, because later chunks need it. Chunks that wait in a cascade
-        queue are not queued twice.
+        Stops at a whole FULL chunk that host memory lacks too, because later chunks need it. Chunks that wait in a
+        cascade queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
         if not stack.secondary or stack.in_all_eager_secondaries(list(chain.keys.values())):
@@ -400,7 +408,8 @@ class StorePlanner:
                 return
 
     def on_request_finished(self, tracked: TrackedRequest) -> None:
-        """Called when a request has ended: its chain is complete when its last store has ended."""
+        """Called when a request has ended. Its chain is complete now if no store of the request is in flight, else when
+        the last store has ended."""
         tracked.chain.is_over = True
         self._publish(tracked.chain, ())
 
@@ -450,7 +459,7 @@ class StorePlanner:
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:
-        """Unpins all blocks in the engine's pool."""
+        """Unpins the source blocks of all stores."""
         for in_flight in self._stores.values():
             self._pins.free(in_flight.blocks)
         self._stores.clear()
