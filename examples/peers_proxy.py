@@ -1,9 +1,9 @@
-"""A proxy for two vLLM servers on one machine: the first prefills, the second decodes. For trying things, not for use.
+"""A proxy for two vLLM servers on one machine: the first prefills, the second decodes. An example, not for production.
 
     python peers_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
 
-It knows no queue, no retry and no load: one thread a request, and whatever either server answers is passed on when it
-is whole, streams too.
+The proxy has no queue, no retries and no load balancing, and one thread for each request. It passes an answer on when
+the whole answer has arrived, also if the client requested a stream.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ MAX_BODY_BYTES = 16 << 20
 TIMEOUT_S = 600.0
 PATHS = ("/v1/completions", "/v1/chat/completions")
 JSON = "application/json"
-OF_THE_ANSWER = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
-"""Keys that say how to answer, which the first server does not. Each of `n` answers would hold blocks of its own."""
+ANSWER_KEYS = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
+"""Keys of a request that the first server does not get, because it computes no answer. With `n`, each of the answers
+would hold its own blocks."""
 
 
 class Answer(NamedTuple):
-    """Of a server, as it came."""
+    """Answer of a server, unchanged."""
 
     status: int
     content_type: str
@@ -32,7 +33,8 @@ class Answer(NamedTuple):
 
 
 def ask(url: str, body: dict[str, Any]) -> Answer:
-    """What a server answers, once it has said all of it."""
+    """Sends a request to a server. Returns its whole answer, or an answer with status 502 if the server cannot be
+    reached."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": JSON})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
@@ -40,26 +42,27 @@ def ask(url: str, body: dict[str, Any]) -> Answer:
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.headers.get("Content-Type", JSON), error.read())
     except OSError as error:
-        return failed(502, f"{url}: {error}")
+        return error_answer(502, f"{url}: {error}")
 
 
-def failed(status: int, why: str) -> Answer:
+def error_answer(status: int, why: str) -> Answer:
     return Answer(status, JSON, json.dumps({"error": why}).encode())
 
 
 def to_prefill(body: dict[str, Any]) -> dict[str, Any]:
-    """The request that the first server computes and does not answer."""
-    shorter = {name: value for name, value in body.items() if name not in OF_THE_ANSWER}
+    """Request for the first server: it computes the prompt, and one token that the proxy drops."""
+    shorter = {name: value for name, value in body.items() if name not in ANSWER_KEYS}
     return shorter | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
 
 
 def to_decode(body: dict[str, Any], prefilled: bytes) -> dict[str, Any]:
-    """The request with what the first server said of its prompt."""
+    """Request for the second server: the client's request, with `kv_transfer_params` of the first server's answer."""
     return body | {"kv_transfer_params": json.loads(prefilled).get("kv_transfer_params")}
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Passes a request on, twice. `prefill` and `decode` are the servers' addresses."""
+    """Sends each request to the server `prefill`, then to the server `decode`. If the first does not answer with status
+    200, its answer is passed on."""
 
     prefill = ""
     decode = ""
@@ -67,7 +70,7 @@ class Proxy(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
         if self.path not in PATHS or not 0 < length <= MAX_BODY_BYTES:
-            self._answer(failed(404, f"POST {' or '.join(PATHS)}, of {MAX_BODY_BYTES} bytes at most"))
+            self._answer(error_answer(404, f"POST {' or '.join(PATHS)}, of {MAX_BODY_BYTES} bytes at most"))
             return
         body = json.loads(self.rfile.read(length))
         answer = ask(self.prefill + self.path, to_prefill(body))

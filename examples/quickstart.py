@@ -1,9 +1,9 @@
-"""See a hybrid model's cache survive the loss of GPU memory: run prompts cold, drop the engine's cache, run them warm.
+"""Restores the cache of a hybrid model: runs prompts cold, drops the engine's cache, and runs the prompts warm.
 
 Starts vLLM in this process on a tiny random model (or any model you name) with HybridOffloadConnector, and compares
-every warm answer with its cold one: the same tokens, the same log-probabilities. Exits with 1 if anything differs or
-nothing was restored. Progress goes to stderr, the result to stdout. It measures nothing but time to first token, once;
-for numbers worth quoting see bench/.
+every warm answer with its cold one: the same tokens, the same log-probabilities. Exits with 1 if anything differs, or
+if nothing was restored for a prompt. Progress goes to stderr, the result to stdout. The time to first token is measured
+once for each answer; it is no benchmark (see bench/).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from rich.table import Table
 
 import tiny_models
 
-_WORDS: Final = Console(stderr=True, highlight=False)
+_PROGRESS: Final = Console(stderr=True, highlight=False)
 _WARM_UP_SEED: Final = -1
 _DRAIN_DEADLINE_S: Final = 60.0
 _LOGPROBS: Final = 5
@@ -34,7 +34,7 @@ _CHUNK_TOKENS: Final = 128  # a multiple of every tiny model's blocks
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line, option by option."""
+    """Options of the command line."""
 
     model: str
     num_prompts: int
@@ -49,7 +49,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request gave, and how long it took to give the first token."""
+    """Result of one request, and its time to first token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt, cold and warm: a row of the result."""
+    """Comparison of one prompt, cold and warm: a row of the result."""
 
     prompt_tokens: int
     restored_tokens: int
@@ -105,10 +105,10 @@ def main(**values: Any) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="hybridkv-quickstart-") as scratch:
         path, arguments = _model_and_arguments(options.model, Path(scratch), options.prompt_tokens)
-        _WORDS.print(f"starting vLLM on {options.model} ...")
+        _PROGRESS.print(f"starting vLLM on {options.model} ...")
         started = time.monotonic()
         engine = _start_engine(path, arguments | {"kv_transfer_config": transfer_config}, options.verbose)
-        _WORDS.print(f"ready after {time.monotonic() - started:.0f} s")
+        _PROGRESS.print(f"ready after {time.monotonic() - started:.0f} s")
         try:
             comparisons = _compare(engine, options)
         finally:
@@ -121,13 +121,13 @@ def main(**values: Any) -> None:
     else:
         Console().print(_table(options.model, comparisons))
     if not ok:
-        _WORDS.print(f"[red]error:[/red] {_failure(comparisons)}")
+        _PROGRESS.print(f"[red]error:[/red] {_failure(comparisons)}")
         sys.exit(1)
-    _WORDS.print("every warm answer equals its cold answer")
+    _PROGRESS.print("every warm answer equals its cold answer")
 
 
 def _prepare_environment(verbose: bool, is_tiny: bool) -> None:
-    """Before vLLM is imported. What the caller has set stays."""
+    """Sets environment variables and torch's threads, before vLLM is imported. Keeps variables that are already set."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
         "VLLM_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
@@ -141,17 +141,19 @@ def _prepare_environment(verbose: bool, is_tiny: bool) -> None:
         # Too small for two threads, which wait for each other whenever a core is taken away.
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # it has read that variable when it was imported
+            torch.set_num_threads(1)  # torch read that variable when it was imported
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if not verbose:
         warnings.simplefilter("ignore")
-    # A bf16 engine whose very first forward is a single token meets AMX instructions nobody asked the kernel for.
+    # If the first forward pass of a bf16 engine is a single token, it uses AMX before the process has permission from
+    # the kernel. This call requests the permission.
     torch.cpu._init_amx()
 
 
 def _model_and_arguments(model: str, scratch: Path, prompt_tokens: int) -> tuple[Path, dict[str, Any]]:
-    """The model's directory and the engine arguments that make cold and warm comparable to the last digit."""
+    """The model's directory, and engine arguments. With those of a tiny model, cold and warm answers are equal to the
+    last digit. Writes a tiny model to `scratch`."""
     if model not in tiny_models.KINDS:
         if not Path(model).is_dir():
             raise click.BadParameter(f"{model!r} is neither a directory nor one of {', '.join(tiny_models.KINDS)}")
@@ -170,23 +172,23 @@ def _start_engine(path: Path, arguments: dict[str, Any], verbose: bool) -> Any:
 
 
 def _compare(engine: Any, options: Options) -> list[Comparison]:
-    """Run every prompt cold, forget the engine's own cache, and run every prompt again."""
+    """Runs every prompt cold, drops the engine's own cache, and runs every prompt again."""
     vocabulary_size = engine.model_config.get_vocab_size()
     prompts = [_random_prompt(options.prompt_tokens, vocabulary_size, seed) for seed in range(options.num_prompts)]
-    _WORDS.print("warming the engine up, so that no time below includes first-use work")
+    _PROGRESS.print("warming the engine up, so that no time below includes first-use work")
     for _ in range(2):  # a full prefill, then a short one after a hit
         _answer(engine, _random_prompt(options.prompt_tokens, vocabulary_size, _WARM_UP_SEED), options.max_tokens)
     _reset_engine_cache(engine)
 
     cold = []
     for number, prompt in enumerate(prompts, start=1):
-        _WORDS.print(f"cold {number}/{options.num_prompts}")
+        _PROGRESS.print(f"cold {number}/{options.num_prompts}")
         cold.append(_answer(engine, prompt, options.max_tokens))
     _reset_engine_cache(engine)
-    _WORDS.print("the engine's own cache is empty now")
+    _PROGRESS.print("the engine's own cache is empty now")
     warm = []
     for number, prompt in enumerate(prompts, start=1):
-        _WORDS.print(f"warm {number}/{options.num_prompts}")
+        _PROGRESS.print(f"warm {number}/{options.num_prompts}")
         warm.append(_answer(engine, prompt, options.max_tokens))
     return [_comparison(options.prompt_tokens, *pair, options.tolerance) for pair in zip(cold, warm, strict=True)]
 
@@ -197,7 +199,7 @@ def _random_prompt(num_tokens: int, vocabulary_size: int, seed: int) -> list[int
 
 
 def _answer(engine: Any, prompt: Sequence[int], max_tokens: int) -> Answer:
-    """Run one greedy request to its end."""
+    """Runs one greedy request to its end."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=_LOGPROBS, ignore_eos=True)
@@ -220,7 +222,8 @@ def _answer(engine: Any, prompt: Sequence[int], max_tokens: int) -> Answer:
 
 
 def _reset_engine_cache(engine: Any) -> None:
-    """Let the connector finish its stores, then drop the engine's cached blocks. The connector keeps what it stored."""
+    """Waits until the connector has ended its stores, then drops the engine's cached blocks. The connector keeps its
+    chunks."""
     deadline = time.monotonic() + _DRAIN_DEADLINE_S
     while engine.engine_core.engine_core.scheduler.has_requests():
         engine.step()
@@ -243,7 +246,7 @@ def _comparison(prompt_tokens: int, cold: Answer, warm: Answer, tolerance: float
 
 
 def _tokens_by_tier(restored_tokens: int) -> dict[str, int]:
-    """Where restored tokens came from. The quickstart configures a single tier."""
+    """Restored tokens by tier. The quickstart configures only host memory."""
     return {"ram": restored_tokens} if restored_tokens else {}
 
 

@@ -10,7 +10,7 @@ second on two CPU cores:
 The weights are random but not degenerate: attention is peaked, recurrent states remember hundreds of tokens, and the
 output distribution is neither flat nor a single spike, so another context gives other tokens and other
 log-probabilities. The same kind and seed give the same bytes. Nothing is downloaded and neither vLLM nor transformers
-is imported. The models say nothing meaningful.
+is imported. The output of the models has no meaning.
 """
 
 import json
@@ -31,11 +31,11 @@ BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 
 # Arguments of vllm.LLM (or, with dashes, of the server) that suit each kind on the CPU build. The number of blocks is
-# fixed so that a test knows when the engine's own cache overflows; no argument depends on the machine.
-# A result is equal to the last digit with and without a cache hit when the tokens after the hit are computed in the
-# same steps both times. Recurrent groups force that, since a hit can only end where a step ended. For the others a step
-# is as long as the chunk of the offload connector, so that wherever a hit of a request that runs alone ends, the steps
-# after it are those of the cold run.
+# fixed, so tests know when the engine's own cache is full. No argument depends on the machine.
+# A result is equal to the last digit with and without a cache hit if the tokens after the hit are computed in the same
+# steps both times. With recurrent groups this is always so, because a hit ends only where a step ended. For the other
+# kinds, a step is as long as the chunk of the offload connector. So if a request runs alone, the steps after its hit
+# are the steps of the cold run.
 _COMMON_ARGUMENTS: Final[dict[str, Any]] = {
     "max_model_len": MAX_POSITIONS,
     "max_num_batched_tokens": 2048,
@@ -195,7 +195,7 @@ def _qwen3_next() -> _Model:
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(num_layers - 1)),  # vLLM wants at least one layer with experts
+        "mlp_only_layers": list(range(num_layers - 1)),  # vLLM needs at least one layer with experts
         "moe_intermediate_size": expert_size,
         "shared_expert_intermediate_size": expert_size,
     }

@@ -213,7 +213,7 @@ def test_metadata_beyond_the_last_number_is_damaged(path: Path, name: str, caplo
         found = changes.decode(data, DIGEST, base)
         assert found is not None and found.is_whole
         file.write_bytes(data + changes.encode_batch([changes.Reserved(address, 100)], found.last_checksum))
-        expected = "the last changes are not whole"
+        expected = "the end of the file of changes is damaged"
     file.chmod(0o600)
     with caplog.at_level("INFO", "hybridkv.tiers.disk"):
         assert use(path, b"second", b"first") < 10
