@@ -26,13 +26,27 @@ def literals(source: str) -> Iterator[str]:
 
 
 def log_lines(source: str) -> Iterator[LogLine]:
-    """Calls of a logger at WARNING or above whose text is more than placeholders."""
-    for node in ast.walk(ast.parse(source)):
+    """Calls of a logger at WARNING or above whose text is more than placeholders. A variable counts as a logger's method
+    if one value of it is a method of this level."""
+    nodes = list(ast.walk(ast.parse(source)))
+    variables = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and any(_is_log_method(each) for each in ast.walk(node.value))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in nodes:
         match node:
-            case ast.Call(func=ast.Attribute(value=logger, attr=level), args=[first, *_]) if level in _LEVELS:
-                text = _text(first)
-                if "logger" in ast.unparse(logger) and text is not None and re.search(r"\w{3}", text):
+            case ast.Call(func=called, args=[first, *_]):
+                is_log = _is_log_method(called) or (isinstance(called, ast.Name) and called.id in variables)
+                text = _text(first) if is_log else None
+                if text is not None and re.search(r"\w{3}", text):
                     yield LogLine(text, node.lineno)
+
+
+def _is_log_method(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in _LEVELS and "logger" in ast.unparse(node.value)
 
 
 def _text(node: ast.AST) -> str | None:

@@ -66,6 +66,8 @@ def test_the_page_lists_all_log_lines_of_connectors_and_libraries() -> None:
         ("logger.info('a line')", []),
         ("logger.warning('%s', text)", []),
         ("warnings.warning('a line')", []),
+        ("log = logger.debug if again else logger.warning\nlog('a line')", ["a line"]),
+        ("log = logger.debug\nlog('a line')", []),
     ],
 )
 def test_log_lines_are_found(source: str, found: list[str]) -> None:

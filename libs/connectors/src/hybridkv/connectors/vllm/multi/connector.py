@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.checking import require_valid
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR
+from hybridkv.connectors.vllm import CONNECTOR, MODULES
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.base.connector_base import ConnectorBase
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import (
@@ -86,7 +86,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._block_pool: BlockPool | None = None
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
-            others = [child.config.name for child in classes if child.config.connector != CONNECTOR]
+            others = [child.config.name for child in classes if child.config.connector not in MODULES]
             warn_other_connectors(vllm_config, kv_cache_config, others)
             if self._groups_with_misfiled_states and not any(
                 isinstance(each, ConnectorBase) for each in self._connectors
