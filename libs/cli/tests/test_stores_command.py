@@ -78,6 +78,16 @@ def test_inspect_shows_each_cache_and_the_facts_that_differ(path: Path) -> None:
     assert reports[0]["facts"] == {"model": "second", "dtype": "bfloat16"}
 
 
+def test_inspect_shows_the_facts_of_other_caches_if_those_of_one_are_lost(path: Path) -> None:
+    for model in ("first", "second", "third"):
+        Engine(path, model).close()
+    lost, *others = json.loads(run("inspect", path, "--json").stdout)
+    (path / lost["name"] / "namespace.json").write_bytes(b"lost")
+    stdout = run("inspect", path).stdout
+    assert all(f"model: {each['facts']['model']}" in stdout for each in others)
+    assert "model: unknown" in stdout
+
+
 def test_verify_finds_only_the_damaged_record(path: Path) -> None:
     engine = Engine(path, "tiny")
     engine.close()
