@@ -165,6 +165,7 @@ def test_gc_deletes_old_caches_of_a_disk_and_keeps_open_ones(path: Path) -> None
     assert len(json.loads(run("inspect", path, "--json").stdout)) == 2
     refused = run("gc", path, "--older-than", 0, "--delete")
     assert refused.exit_code == 2 and f"{new.name[:12]}: an engine has it open" in refused.stderr
+    assert refused.stdout.splitlines()[-1] == "deleted 1 of 2"
     assert [left["name"] for left in json.loads(run("inspect", path, "--json").stdout)] == [new.name]
     new.close()
     assert run("gc", path, "--capacity", "1GiB").exit_code == 2
