@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR
+from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MULTI_CONNECTOR
 from hybridkv.connectors.vllm.common.specs.resumable import ModelFacts, gather
 from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
@@ -156,6 +156,17 @@ def test_own_children_refuse_and_foreign_children_are_named_in_a_warning(
     started += [start(configs, role) for role in KVConnectorRole]
     (warning,) = warnings(log)
     assert "RecordingConnector may still restore some" in warning
+
+
+def test_an_excepted_own_child_is_not_named_with_the_foreign_children(
+    started: list[Any], log: pytest.LogCaptureFixture
+) -> None:
+    extra = {"url": "tcp://127.0.0.1:1", "without_prefix_caching": True}
+    own = {"kv_connector": LMCACHE_CONNECTOR, "kv_connector_extra_config": extra}
+    configs = configure({"connectors": [own, FOREIGN]}, MULTI_CONNECTOR, prefix_caching=False)
+    started.append(start(configs, KVConnectorRole.SCHEDULER))
+    (warning,) = (each for each in warnings(log) if "may still restore some" in each)
+    assert "RecordingConnector may still" in warning and "LMCache" not in warning
 
 
 def test_foreign_children_are_not_named_if_prefixes_can_be_resumed(

@@ -25,6 +25,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, *, can_reset: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.can_reset = can_reset
+        self.reset_reply: object = {"success": True}
         self.own: set[str] = set()
         self.stored: set[str] = set()
         self.paths: list[str] = []
@@ -51,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_error(404)
                 return
             self.server.own.clear()
-            self._reply({"success": True})
+            self._reply(self.server.reset_reply)
             return
         prompt = json.dumps(body["prompt"])
         seconds = OWN_S if prompt in self.server.own else RESTORED_S if prompt in self.server.stored else COLD_S
@@ -115,6 +116,12 @@ def test_a_server_that_cannot_reset_its_cache_has_two_kinds(server: FakeServer) 
     result = run_bench(server.url, "--tokens", "600", "--prompts", "1")
     assert result.exit_code == 0 and "restored from the tiers" not in result.stdout
     assert "VLLM_SERVER_DEV_MODE=1" in result.stdout and "no restore is measured" in result.stderr
+
+
+def test_an_unknown_answer_to_a_reset_measures_no_restore(server: FakeServer) -> None:
+    server.reset_reply = [True]
+    result = run_bench(server.url, "--tokens", "600", "--prompts", "1")
+    assert result.exit_code == 0 and "no restore is measured" in result.stderr
 
 
 def test_the_text_report_has_a_table_and_a_paragraph(server: FakeServer) -> None:

@@ -141,6 +141,11 @@ def test_the_chart_is_xml_and_names_the_sizes(trace: Path, tmp_path: Path) -> No
         ('{"timestamp": 1, "hash_ids": [1]}', ":1: expected|got no positive input_length"),
         ('{"timestamp": 1, "input_length": -10, "hash_ids": []}', ":1: expected|got no positive input_length"),
         ('{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}', ":1: expected|2 hash_ids for 512 tokens"),
+        ('{"timestamp": 1, "input_length": 512, "hash_ids": [[1]]}', ":1: expected|no list of hash_ids"),
+        (
+            '{"timestamp": 1, "input": "abcd"}\n{"timestamp": 2, "input_length": 512, "hash_ids": [1]}',
+            ": expected JSON lines|got lines of both formats",
+        ),
         ('{"timestamp": 1, "input": [{"role": "user"}]}', ":1: expected|got an object with timestamp, input"),
         ('{"timestamp": 1, "input": "ab"}', ": expected JSON lines|got no prompt"),
         ("[1]", ":1: expected|got a list"),

@@ -78,6 +78,16 @@ def test_inspect_shows_each_cache_and_the_facts_that_differ(path: Path) -> None:
     assert reports[0]["facts"] == {"model": "second", "dtype": "bfloat16"}
 
 
+def test_inspect_shows_the_facts_of_other_caches_if_those_of_one_are_lost(path: Path) -> None:
+    for model in ("first", "second", "third"):
+        Engine(path, model).close()
+    lost, *others = json.loads(run("inspect", path, "--json").stdout)
+    (path / lost["name"] / "namespace.json").write_bytes(b"lost")
+    stdout = run("inspect", path).stdout
+    assert all(f"model: {each['facts']['model']}" in stdout for each in others)
+    assert "model: unknown" in stdout
+
+
 def test_verify_finds_only_the_damaged_record(path: Path) -> None:
     engine = Engine(path, "tiny")
     engine.close()
@@ -155,6 +165,7 @@ def test_gc_deletes_old_caches_of_a_disk_and_keeps_open_ones(path: Path) -> None
     assert len(json.loads(run("inspect", path, "--json").stdout)) == 2
     refused = run("gc", path, "--older-than", 0, "--delete")
     assert refused.exit_code == 2 and f"{new.name[:12]}: an engine has it open" in refused.stderr
+    assert refused.stdout.splitlines()[-1] == "deleted 1 of 2"
     assert [left["name"] for left in json.loads(run("inspect", path, "--json").stdout)] == [new.name]
     new.close()
     assert run("gc", path, "--capacity", "1GiB").exit_code == 2

@@ -210,6 +210,7 @@ def test_an_encoding_with_its_groups_in_another_order_is_refused() -> None:
         CACHE.encode() + b"x",
         msgspec.msgpack.encode(CACHE),
         msgspec.msgpack.encode(msgspec.to_builtins(CACHE) | {"zeal": 1}, order="sorted"),
+        b"\x81\xa4zeal" + b"\x91" * 100_000,
     ],
 )
 def test_a_non_canonical_encoding_is_refused(data: bytes) -> None:

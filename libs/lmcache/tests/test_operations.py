@@ -13,8 +13,9 @@ from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason, C
 from hybridkv.lmcache.connection import Ready
 from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.keys import prefix_words
-from hybridkv.lmcache.operations import Operations, Prefix, PrefixHit
-from hybridkv.lmcache.wire import CODEC_0_5_7RC2, RpcCall
+from hybridkv.lmcache.operations import Operations, Pages, Prefix, PrefixHit
+from hybridkv.lmcache.pool import TakenPages
+from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MoveAnswer, Registration, RpcCall
 
 CHUNK = 256
 PREFIX = Prefix("model", 1, prefix_words(digests_of("prefix", 2), CHUNK))
@@ -26,6 +27,7 @@ class FakeChannel:
     def __init__(self, answers: dict[str, CallResult[Any]]) -> None:
         self.answers = answers
         self.calls: list[str] = []
+        self.timeouts_s: list[float] = []
 
     def call(
         self,
@@ -35,11 +37,12 @@ class FakeChannel:
         on_late: Callable[[], None] | None = None,
     ) -> None:
         self.calls.append(call.name)
+        self.timeouts_s.append(timeout_s)
         on_end(self.answers.get(call.name, CallAnswer(None)))
 
 
-def _ready() -> Ready:
-    return Ready(ServerFacts("0.5.7rc2", True, 0, False, "blake3"), CODEC_0_5_7RC2, CHUNK, None)
+def _ready(registration: Registration | None = None) -> Ready:
+    return Ready(ServerFacts("0.5.7rc2", True, 0, False, "blake3"), CODEC_0_5_7RC2, CHUNK, registration)
 
 
 def test_sessions_with_a_lost_end_are_ended_once_when_the_server_returns() -> None:
@@ -109,3 +112,38 @@ def test_a_lookup_with_a_hit_keeps_its_locks() -> None:
     found = _look_up(channel)
     assert isinstance(found, CallAnswer) and found.value.num_chunks == 2
     assert channel.calls == ["lookup", "query_prefetch_status"]
+
+
+def _retrieve(channel: FakeChannel, instance: int, timeout_s: float) -> None:
+    ready = _ready(Registration(1, "model", 1, ()))
+    connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
+    settled: list[bool] = []
+    Operations(connection, lambda: 0.0).retrieve(
+        PrefixHit(PREFIX, 0, 2, "session"),
+        0,
+        Pages(TakenPages(instance, {}), []),
+        timeout_s,
+        lambda ended: None,
+        lambda: settled.append(True),
+    )
+    assert settled == [True]
+
+
+@pytest.mark.parametrize("reason", [CallFailureReason.UNSENT, CallFailureReason.BUSY])
+def test_a_retrieve_that_was_not_sent_releases_its_locks(reason: CallFailureReason) -> None:
+    channel = FakeChannel({"retrieve": CallFailure(reason)})
+    _retrieve(channel, 1, 1.0)
+    assert channel.calls == ["retrieve", "free_lookup_locks", "end_session"]
+
+
+def test_a_server_releases_the_locks_of_a_retrieve() -> None:
+    channel = FakeChannel({"retrieve": CallAnswer(MoveAnswer(True, True))})
+    _retrieve(channel, 1, 1.0)
+    assert channel.calls == ["retrieve", "end_session"]
+
+
+@pytest.mark.parametrize("instance", [1, 0], ids=["unsent", "void pages"])
+def test_a_retrieve_without_time_left_has_time_to_release_its_locks(instance: int) -> None:
+    channel = FakeChannel({"retrieve": CallFailure(CallFailureReason.UNSENT)})
+    _retrieve(channel, instance, 0.0)
+    assert channel.timeouts_s[channel.calls.index("free_lookup_locks")] >= 1.0

@@ -305,7 +305,11 @@ def gc(
     else:
         click.echo(stores.namespaces_text(reports) if reports else "nothing to delete")
         if reports:
-            click.echo("deleted" if delete else "a dry run: nothing was deleted; --delete deletes them")
+            click.echo(
+                f"deleted {len(reports) - len(left)} of {len(reports)}"
+                if delete
+                else "a dry run: nothing was deleted; --delete deletes them"
+            )
     for name in left:
         click.echo(f"error: {name[:12]}: an engine has it open, or its files cannot be deleted", err=True)
     sys.exit(FAILED if left else 0)

@@ -272,7 +272,7 @@ class _Server:
             words = f"{method} {path}: {type(error).__name__}: {error}"
             hint = "is the server up, and is this its address?"
             raise ReportError(SettingProblem("error", self._url, "a server of OpenAI's API", words, hint)) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ReportError):
                 raise
             words = f"{method} {path}: {type(error).__name__}: {error}"

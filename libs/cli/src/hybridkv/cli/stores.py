@@ -129,11 +129,11 @@ def clear(path: str, names: Iterable[str]) -> list[str]:
 
 
 def namespaces_text(reports: Sequence[NamespaceReport]) -> str:
-    """Text about namespaces, for people. Of the facts of the first namespace, shows only those that differ between
-    namespaces."""
+    """Text about namespaces, for people. Shows only the facts that differ between namespaces."""
     if not reports:
         return "no cache"
-    differing = [fact for fact in reports[0].facts if len({report.facts.get(fact) for report in reports}) > 1]
+    facts = dict.fromkeys(fact for report in reports for fact in report.facts)
+    differing = [fact for fact in facts if len({report.facts.get(fact) for report in reports}) > 1]
     lines = []
     for report in reports:
         opened = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.opened_s)) if report.opened_s else "unknown"

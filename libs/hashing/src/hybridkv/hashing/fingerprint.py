@@ -82,7 +82,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             found = msgspec.msgpack.decode(data, type=Fingerprint)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"not the encoding of a fingerprint: {error}") from error
         if found.encode() != data:
             raise ValueError(

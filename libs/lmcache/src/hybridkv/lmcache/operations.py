@@ -200,7 +200,7 @@ class Operations:
         """
         ready = self._mover(pages)
         if isinstance(ready, CallFailure):
-            self.release(found, timeout_s)
+            self.release(found)
             on_end(ready)
             on_settled()
             return
@@ -208,8 +208,10 @@ class Operations:
             raise LMCacheProtocolError(f"retrieve: chunk {start_chunk} of {found.num_chunks}")
         key = self._key(ready, found.prefix, found.rank, (start_chunk, found.num_chunks), found.session)
 
-        def finish() -> None:
-            self._free(found, (0, start_chunk), timeout_s, on_settled)
+        def finish(is_sent: bool) -> None:
+            # The server releases the locks of the chunks that it is asked to read.
+            num_locked = start_chunk if is_sent else found.num_chunks
+            self._free(found, (0, num_locked), max(timeout_s, 1.0), on_settled)
 
         def count(ended: CallResult[None]) -> None:
             self._count("retrieve", ended, retrieved_chunks=found.num_chunks - start_chunk)
@@ -240,7 +242,7 @@ class Operations:
         session = self._session()
         key = self._key(ready, prefix, rank, chunks, session)
 
-        def finish() -> None:
+        def finish(is_sent: bool) -> None:
             self._forget(ready, session, timeout_s)
             on_settled()
 
@@ -340,20 +342,22 @@ class Operations:
         call: RpcCall[MoveAnswer],
         timeout_s: float,
         on_end: Callable[[CallResult[None]], None],
-        finish: Callable[[], None],
+        finish: Callable[[bool], None],
     ) -> None:
+        """Sends a call. `finish` is called when the server no longer executes the call, with True if it was sent."""
+
         def end(ended: CallResult[MoveAnswer]) -> None:
             if isinstance(ended, CallAnswer):
                 if not ended.value.is_registered:
                     self._connection.check_registration()
                 on_end(CallAnswer(None) if ended.value.is_done else CallFailure(CallFailureReason.REFUSED, call.name))
-                finish()
+                finish(True)
             else:
                 on_end(ended)
                 if ended.reason not in MAY_STILL_RUN:
-                    finish()
+                    finish(ended.reason not in NOT_SENT)
 
-        self._channel.call(call, timeout_s, end, finish)
+        self._channel.call(call, timeout_s, end, lambda: finish(True))
 
     def _free(
         self, found: PrefixHit, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None

@@ -59,21 +59,17 @@ class LeaseSlots:
         self._free = deque(range(max_leases))
         self._last = [NO_NONCE] * max_leases
         self._issued: dict[str, Lease] = {}
-        self.num_refused = 0
-        """Number of `issue` calls without a free slot. Blocks of a request without a lease are neither held nor
-        offered."""
 
     def __len__(self) -> int:
         return len(self._issued)
 
     def issue(self, request_id: str) -> Lease | None:
-        """Returns the request's lease, the same on each call until `retire`. If no slot is free, returns None and
-        counts in `num_refused`."""
+        """Returns the request's lease, the same on each call until `retire`. Returns None if no slot is free: the
+        request's blocks are neither held nor offered."""
         known = self._issued.get(request_id)
         if known is not None:
             return known
         if not self._free:
-            self.num_refused += 1
             return None
         slot = self._free.popleft()
         lease = Lease(slot, self._draw(self._last[slot]))
@@ -170,8 +166,6 @@ class Leases:
         self._write = write
         self._states: dict[str, _Open | _Held] = {}
         self._requests: dict[int, str] = {}
-        self.num_late = 0
-        """Renewals and done messages for a lease that is not held, and repeated done messages."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -227,10 +221,9 @@ class Leases:
         return None
 
     def renew(self, lease: Lease, now_s: float) -> bool:
-        """Extends a lease. Returns False and counts in `num_late` if the lease is not held: its blocks may be freed."""
+        """Extends a lease. Returns False if the lease is not held: its blocks may be freed."""
         request_id = self.holds(lease, now_s)
         if request_id is None:
-            self.num_late += 1
             return False
         state = self._states[request_id]
         assert type(state) is _Held
@@ -240,7 +233,7 @@ class Leases:
     def done(self, lease: Lease, reader: int, num_readers: int) -> Ended | None:
         """Records that a reader is done. Returns the ended lease after the last reader, else None.
 
-        Returns None and counts in `num_late` for a lease that is not held, and for a reader that was done before.
+        Returns None for a lease that is not held, and for a reader that was done before.
 
         Args:
             lease: sent by the reader.
@@ -250,7 +243,6 @@ class Leases:
         request_id = self._requests.get(lease.slot, "")
         state = self._states.get(request_id)
         if type(state) is not _Held or state.lease != lease or reader in state.done_readers:
-            self.num_late += 1
             return None
         state.done_readers.add(reader)
         if len(state.done_readers) < num_readers:

@@ -97,7 +97,7 @@ def pin(
     NUMA node of `cpus` while that node has free memory.
 
     Args:
-        memory: contiguous array.
+        memory: contiguous array, and no view of another one: views would keep only the other one alive, not the pin.
         register: pins (address, num_bytes), or raises `TransferError`. Called once for each part of `memory` between
             multiples of `REGISTRATION_BYTES`.
         unregister: unpins a part by its address.

@@ -90,6 +90,8 @@ def read_trace(path: Path) -> Trace:
     """
     lines = _lines(sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
     has_hashes = bool(lines) and "hash_ids" in lines[0]
+    if any(("hash_ids" in line) != has_hashes for line in lines):
+        raise _refused(str(path), "lines of both formats")
     trace = (_from_hashes if has_hashes else _from_text)(path.name, lines)
     if not trace.requests:
         raise _refused(str(path), "no prompt")
@@ -133,7 +135,8 @@ def _misfit(line: Any) -> str | None:
         return "no timestamp"
     if "hash_ids" in line:
         num_tokens, ids = line.get("input_length"), line["hash_ids"]
-        if not isinstance(num_tokens, int) or num_tokens <= 0 or not isinstance(ids, list):
+        is_list = isinstance(ids, list) and all(isinstance(each, int | str) for each in ids)
+        if not isinstance(num_tokens, int) or num_tokens <= 0 or not is_list:
             return "no positive input_length, or no list of hash_ids"
         if len(ids) != -(-num_tokens // MOONCAKE_TOKENS):
             return f"{len(ids)} hash_ids for {num_tokens} tokens; each stands for {MOONCAKE_TOKENS}"
