@@ -161,7 +161,7 @@ def test_own_children_refuse_and_foreign_children_are_named_in_a_warning(
 def test_an_excepted_own_child_is_not_named_with_the_foreign_children(
     started: list[Any], log: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"url": "tcp://127.0.0.1:1", "without_prefix_caching": True}
+    extra = {"url": "tcp://127.0.0.1:1", "chunk_tokens": 256, "without_prefix_caching": True}
     own = {"kv_connector": LMCACHE_CONNECTOR, "kv_connector_extra_config": extra}
     configs = configure({"connectors": [own, FOREIGN]}, MULTI_CONNECTOR, prefix_caching=False)
     started.append(start(configs, KVConnectorRole.SCHEDULER))
