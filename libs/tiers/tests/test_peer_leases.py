@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 
@@ -128,6 +129,35 @@ def test_a_chunk_evicted_before_its_lease_is_applied_is_not_pinned() -> None:
     bench.leases.end_all(ONE)
     bench.leases.apply()
     assert not bench.ram.num_pinned
+
+
+def test_a_chunk_that_comes_back_to_its_slot_is_pinned_after_the_next_lookup() -> None:
+    bench = LeaseBench()
+    a = bench.keys[0]
+    slots = bench.leases.grant(ONE, [a])
+    bench.ram.invalidate(a)
+    bench.leases.apply()
+    bench.put(a)
+    assert bench.leases.grant(ONE, [a]) == slots
+    bench.churn()
+    assert bench.has(a)
+    bench.leases.end(ONE, [a])
+    bench.leases.apply()
+    assert not bench.ram.num_pinned
+
+
+def test_ended_leases_of_an_idle_engine_take_no_memory() -> None:
+    bench = LeaseBench()
+
+    def count_leases() -> int:
+        gc.collect()
+        return sum(type(found).__name__ == "_KeyLease" for found in gc.get_objects())
+
+    before = count_leases()
+    for _ in range(3):
+        bench.leases.grant(ONE, bench.keys[:2])
+        bench.leases.end(ONE, bench.keys[:2])
+    assert count_leases() == before
 
 
 def test_a_lease_ended_before_it_is_applied_pins_nothing() -> None:

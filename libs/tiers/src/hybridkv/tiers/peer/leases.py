@@ -11,7 +11,7 @@ wrong digest, and its load fails. Leases make loads likely to succeed; correctne
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -46,7 +46,6 @@ class _KeyLease:
     slot: Slot
     until_s: float
     is_pinned: bool = False
-    is_over: bool = False
 
 
 class PeerLeases:
@@ -68,8 +67,10 @@ class PeerLeases:
         self._live: OrderedDict[tuple[Reader, Key], _KeyLease] = OrderedDict()
         """In order of expiry, since all leases have the same duration."""
         self._bytes = 0
-        self._changes: deque[_KeyLease] = deque()
-        """Leases that began or ended since the last `apply`."""
+        self._to_pin: dict[tuple[Reader, Key], _KeyLease] = {}
+        """Leases that were granted since the last `apply` and are not pinned."""
+        self._to_unpin: list[Key] = []
+        """Keys of pinned leases that ended since the last `apply`."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,15 +97,16 @@ class PeerLeases:
         if known is not None and known.slot == slot:
             known.until_s = now_s + self.lease_s
             self._live.move_to_end((reader, key))
+            if not known.is_pinned:
+                self._to_pin[reader, key] = known
             return slot
         if known is not None:
             self._end((reader, key))
         if len(self._live) >= self._max_leases or self._bytes + slot.num_bytes > self._max_bytes:
             return None
         lease = _KeyLease(key, slot, now_s + self.lease_s)
-        self._live[reader, key] = lease
+        self._live[reader, key] = self._to_pin[reader, key] = lease
         self._bytes += slot.num_bytes
-        self._changes.append(lease)
         return slot
 
     def end(self, reader: Reader, keys: Iterable[Key]) -> None:
@@ -119,14 +121,14 @@ class PeerLeases:
             for name in [name for name in self._live if name[0] == reader]:
                 self._end(name)
 
-    def _end(self, name: tuple[Reader, Key]) -> bool:
+    def _end(self, name: tuple[Reader, Key]) -> None:
         lease = self._live.pop(name, None)
         if lease is None:
-            return False
+            return
         self._bytes -= lease.slot.num_bytes
-        lease.is_over = True
-        self._changes.append(lease)
-        return True
+        self._to_pin.pop(name, None)
+        if lease.is_pinned:
+            self._to_unpin.append(lease.key)
 
     def _expire(self, now_s: float) -> None:
         while self._live:
@@ -140,18 +142,16 @@ class PeerLeases:
     def apply(self) -> None:
         """Pin the chunks of new leases, and unpin the chunks of ended leases. Called before each reservation; cheap
         without leases."""
-        if not self._live and not self._changes:
+        if not self._live and not self._to_unpin:
             return
         with self._lock:
             self._expire(self._clock())
-            changes, self._changes = self._changes, deque()
-            for lease in changes:
-                if lease.is_over:
-                    if lease.is_pinned:
-                        lease.is_pinned = False
-                        self._index.unpin(lease.key)
-                elif not lease.is_pinned:
-                    self._pin(lease)
+            to_pin, self._to_pin = self._to_pin, {}
+            to_unpin, self._to_unpin = self._to_unpin, []
+            for key in to_unpin:
+                self._index.unpin(key)
+            for lease in to_pin.values():
+                self._pin(lease)
 
     def _pin(self, lease: _KeyLease) -> None:
         slot = self._index.pin(lease.key)
