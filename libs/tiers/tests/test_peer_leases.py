@@ -6,9 +6,11 @@ import gc
 import itertools
 import threading
 
+import pytest
+
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Refusal, Slot
-from hybridkv.tiers.peer import PeerLeases, PeerOptions
+from hybridkv.tiers.peer import PeerLeases, PeerOptions, leases
 from hybridkv.tiers.ram import RamIndex
 
 GRANULE = 1024
@@ -102,6 +104,13 @@ def test_leased_share_is_not_exceeded() -> None:
 def test_max_leases_is_not_exceeded() -> None:
     bench = LeaseBench(max_leases=1, leased_share=1.0)
     assert sum(slot is not None for slot in bench.leases.grant(ONE, bench.keys)) == 1
+
+
+def test_only_slots_that_fit_into_the_reply_are_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_EXTENTS", 2)
+    bench = LeaseBench(leased_share=1.0)
+    assert sum(slot is not None for slot in bench.leases.grant(ONE, bench.keys)) == 2
+    assert len(bench.leases) == 2
 
 
 def test_ended_leases_do_not_count_while_the_engine_is_idle() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.options import MAX_EXTENTS, PeerOptions
 
 Reader: TypeAlias = int
 """Connection of a peer."""
@@ -83,15 +83,22 @@ class PeerLeases:
     # Any thread.
 
     def grant(self, reader: Reader, keys: Sequence[Key]) -> list[Slot | None]:
-        """Lease keys to a peer for `lease_s`. Returns the slot of each; None if it is absent or cannot be leased."""
+        """Lease keys to a peer for `lease_s`. Returns the slot of each; None if it is absent or cannot be leased. The
+        slots have at most `MAX_EXTENTS` extents in all: that many fit into one reply."""
+        slots: list[Slot | None] = []
+        num_left = MAX_EXTENTS
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
-            return [self._lease(reader, key, now_s) for key in keys]
+            for key in keys:
+                slot = self._lease(reader, key, now_s, num_left)
+                slots.append(slot)
+                num_left -= 0 if slot is None else len(slot.extents)
+        return slots
 
-    def _lease(self, reader: Reader, key: Key, now_s: float) -> Slot | None:
+    def _lease(self, reader: Reader, key: Key, now_s: float, max_extents: int) -> Slot | None:
         slot = self._index.find(key)
-        if slot is None:
+        if slot is None or len(slot.extents) > max_extents:
             return None
         known = self._live.get((reader, key))
         if known is not None and known.slot == slot:
