@@ -14,6 +14,7 @@ from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, plan_sizes
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.index.segments import Segment, SegmentStage
 from hybridkv.tiers.disk.maintenance import segment_chores
+from hybridkv.tiers.disk.maintenance.snapshots import Log
 from hybridkv.tiers.disk.recovery import builder
 
 RECORDS_IN_SEGMENT = 4
@@ -152,6 +153,34 @@ def test_the_end_of_a_read_starts_a_search_for_work_if_all_segments_were_pinned(
     assert segments.revision > before
     assert index._maintenance._chores.copier.compaction.cheapest() is not None
     subject.close()
+
+
+def test_reads_search_for_work_once_if_a_backoff_or_a_snapshot_without_changes_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = disk_store.Clock()
+    options = options_for(FEW)
+    index = disk_store.make_index(tmp_path / "store", options, clock=clock)
+    medium = disk_store.make_medium(tmp_path / "store", options)
+    assert disk_store.store(index, medium, b"a", b"x" * 4000)
+    clock.now_s += options.snapshot_interval_s
+    assert disk_store.load(index, medium, b"a") is not None
+    index.take_disk_counts()
+    chores, searches = index._maintenance._chores, list[float]()
+    search = chores.next
+
+    def counted() -> Any:
+        searches.append(clock.now_s)
+        return search()
+
+    monkeypatch.setattr(chores, "next", counted)
+    index._maintenance.state.retries.failed(Log, OSError(5, "Input/output error"))
+    clock.now_s += options.snapshot_interval_s
+    for _ in range(5):
+        assert disk_store.load(index, medium, b"a") is not None
+    assert len(searches) == 1
+    medium.close()
+    index.close()
 
 
 def test_a_search_through_all_segments_is_counted(tmp_path: Path, looks: Looks) -> None:

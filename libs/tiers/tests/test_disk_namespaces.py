@@ -15,7 +15,7 @@ from hybridkv.hashing import FORMAT_VERSION
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor
-from hybridkv.tiers.files.directory import Directory
+from hybridkv.tiers.files.directory import Directory, open_root, require_directory
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
 OTHER_USER = 12345
@@ -254,6 +254,15 @@ def test_a_file_instead_of_a_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_path_without_a_parent_is_refused(tmp_path: Path) -> None:
     assert "its parent must exist" in refusal(tmp_path / "no" / "store")
+
+
+@pytest.mark.parametrize("end", ["/.", "/", "/../store"])
+def test_a_path_that_can_be_created_passes_the_check(tmp_path: Path, end: str) -> None:
+    path = f"{tmp_path}/store{end}"
+    require_directory(path)
+    assert not (tmp_path / "store").exists()
+    open_root(FileIO(), path).close()
+    assert (tmp_path / "store").is_dir()
 
 
 def test_a_relative_path_is_refused() -> None:

@@ -147,6 +147,18 @@ def test_without_threads_or_memory_for_them_an_operation_is_busy(
         store.close()
 
 
+def test_an_index_without_a_thread_releases_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread") as raised:
+            DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS)
+    assert raised.tb is not None, "the failed index is still referenced"
+    disk_store.make_index(tmp_path / "store", OPTIONS).close()
+
+
 def test_a_medium_without_a_thread_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, OPTIONS)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import patience
 import pytest
-from object_depots import FINGERPRINT, patient
+from object_depots import FINGERPRINT, look_up, patient
 from object_engines import FULL, WINDOW, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
@@ -427,6 +427,24 @@ def test_a_lost_or_overwritten_mark_is_written_again(s3: PlayedS3, engines: list
     patience.wait_until(lambda: s3.objects.get(name) == mark, "the junk is overwritten")
     resetting.close()
     assert loaded(s3, keys) is not None
+
+
+def test_a_reset_before_the_store_is_reached_hides_older_chunks(s3: PlayedS3) -> None:
+    keys = path_of(5)
+    stored(s3, keys)
+    s3.trouble = lambda request: Trouble(503)
+    place = StoreLocation("s3://fleet", s3.settings(), b"s")
+    options = msgspec.structs.replace(OPTIONS, opening_timeout_s=0.1)
+    resetting = open_index(place, FINGERPRINT, 1, options, time.monotonic, clears_all=True)
+    try:
+        resetting.clear()
+        s3.trouble = lambda request: None
+        patience.wait_until(lambda: resetting._client.namespace is not None, "the store is reached")
+        assert look_up(resetting, keys) == [MISS] * 5
+        patience.wait_until(lambda: mark_name() in s3.objects, "the mark is written")
+        assert loaded(s3, keys) is None
+    finally:
+        resetting.close()
 
 
 def test_epochs_go_on_ahead_of_the_clock() -> None:

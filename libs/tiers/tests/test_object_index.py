@@ -158,6 +158,35 @@ def test_an_expired_result_is_not_stored_again_before_a_lookup() -> None:
     assert bench.index.lacks(A) and not bench.index.lacks(B)
 
 
+def test_chunks_that_were_evicted_take_no_memory_and_expire_no_other_chunk() -> None:
+    """Chunks that were stored, and chunks that were found and read."""
+    bench = IndexBench(found_s=60.0, max_known=2, max_open_keys=1)
+    bench.look_up(A)
+    bench.index.pin(A)
+    bench.index.unpin(A)
+    bench.time_s = 1.0
+    bench.reserve(C)
+    bench.index.commit(C)
+    bench.time_s = 2.0
+    for number in range(20):
+        key = FULL + bytes([number])
+        bench.depot.held[key] = PackPlace("p", number, CHUNK_BYTES)
+        if number % 2:
+            assert bench.look_up(key) == [HIT]
+            bench.index.pin(key)
+            bench.index.unpin(key)
+        else:
+            bench.reserve(key)
+            bench.index.commit(key)
+        bench.index.touch([C])
+    remembered = [key for _, _, places in bench.index._found._answers for key in places]
+    assert len(bench.index._expiries) <= 4 and len(remembered) <= 4
+    bench.time_s = 60.0
+    assert bench.index.lookup(C) is HIT
+    bench.time_s = 61.0
+    assert bench.index.lookup(C) is MISS
+
+
 def test_a_pinned_result_expires_after_its_unpin() -> None:
     bench = IndexBench(found_s=60.0)
     bench.look_up(A)

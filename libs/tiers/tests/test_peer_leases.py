@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 
+import pytest
+
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Refusal, Slot
-from hybridkv.tiers.peer import PeerLeases, PeerOptions
+from hybridkv.tiers.peer import PeerLeases, PeerOptions, leases
 from hybridkv.tiers.ram import RamIndex
 
 GRANULE = 1024
@@ -103,6 +106,13 @@ def test_max_leases_is_not_exceeded() -> None:
     assert sum(slot is not None for slot in bench.leases.grant(ONE, bench.keys)) == 1
 
 
+def test_only_slots_that_fit_into_the_reply_are_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_EXTENTS", 2)
+    bench = LeaseBench(leased_share=1.0)
+    assert sum(slot is not None for slot in bench.leases.grant(ONE, bench.keys)) == 2
+    assert len(bench.leases) == 2
+
+
 def test_ended_leases_do_not_count_while_the_engine_is_idle() -> None:
     bench = LeaseBench(leased_share=0.25)
     assert bench.leases.grant(ONE, bench.keys[:2]).count(None) == 0
@@ -128,6 +138,35 @@ def test_a_chunk_evicted_before_its_lease_is_applied_is_not_pinned() -> None:
     bench.leases.end_all(ONE)
     bench.leases.apply()
     assert not bench.ram.num_pinned
+
+
+def test_a_chunk_that_comes_back_to_its_slot_is_pinned_after_the_next_lookup() -> None:
+    bench = LeaseBench()
+    a = bench.keys[0]
+    slots = bench.leases.grant(ONE, [a])
+    bench.ram.invalidate(a)
+    bench.leases.apply()
+    bench.put(a)
+    assert bench.leases.grant(ONE, [a]) == slots
+    bench.churn()
+    assert bench.has(a)
+    bench.leases.end(ONE, [a])
+    bench.leases.apply()
+    assert not bench.ram.num_pinned
+
+
+def test_ended_leases_of_an_idle_engine_take_no_memory() -> None:
+    bench = LeaseBench()
+
+    def count_leases() -> int:
+        gc.collect()
+        return sum(type(found).__name__ == "_KeyLease" for found in gc.get_objects())
+
+    before = count_leases()
+    for _ in range(3):
+        bench.leases.grant(ONE, bench.keys[:2])
+        bench.leases.end(ONE, bench.keys[:2])
+    assert count_leases() == before
 
 
 def test_a_lease_ended_before_it_is_applied_pins_nothing() -> None:

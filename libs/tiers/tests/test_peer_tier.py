@@ -26,9 +26,10 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.peer import PeerAddresses, open_index, reader  # noqa: E402
+from hybridkv.tiers.peer import PeerAddresses, open_index, open_medium, reader  # noqa: E402
 from hybridkv.tiers.peer.places import to_tier_slot  # noqa: E402
-from hybridkv.tiers.ram import RamIndex  # noqa: E402
+from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
+from kits.peers.in_memory import InMemoryTransport  # noqa: E402
 from kits.peers.suite import until  # noqa: E402
 from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
@@ -419,3 +420,19 @@ def test_an_address_in_use_is_refused(engine: MakeEngine) -> None:
     with pytest.raises(TierConfigurationError) as caught:
         open_index(near, RamIndex(1024, 1024), fingerprint(), OPTIONS, lambda: 0.0)
     assert caught.value.field == "listen"
+
+
+def test_a_medium_without_an_address_closes_its_transport(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = engine()
+    closed: list[InMemoryTransport] = []
+    close = InMemoryTransport.close
+
+    def recorded(self: InMemoryTransport, timeout_s: float) -> bool:
+        closed.append(self)
+        return close(self, timeout_s)
+
+    monkeypatch.setattr(InMemoryTransport, "close", recorded)
+    near = PeerAddresses(SECRET, ("127.0.0.1", taken.port), (), peer_engines.in_memory)
+    with pytest.raises(TierConfigurationError):
+        open_medium(near, RamArena(1024, 1024), fingerprint().digest(), 0, OPTIONS, lambda: 0.0)
+    assert len(closed) == 1

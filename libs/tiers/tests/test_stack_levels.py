@@ -377,9 +377,10 @@ def test_a_medium_that_raises_costs_only_its_own_moves() -> None:
     mover.start([TierMove(4, Direction.PROMOTE, "peer", A, Slot(((8192, CHUNK),)), secondary)])
     assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(4, None)]
     assert not mover.close(1.0)
-    media["peer"].load(Ticket(6), A, secondary, [bytearray(CHUNK)])
-    [completion, _] = media["peer"].poll()
-    assert completion.failure is not None and completion.failure.reason is FailureReason.CLOSED
+    for medium in media.values():
+        RemoteMedium.load(medium, Ticket(6), A, secondary, [bytearray(CHUNK)])
+        completion = RemoteMedium.poll(medium)[-1]
+        assert completion.failure is not None and completion.failure.reason is FailureReason.CLOSED
 
 
 def test_two_tiers_with_one_name_are_refused() -> None:

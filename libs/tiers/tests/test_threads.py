@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import wait
 from functools import partial
+from typing import Any
 
 import patience
 import pytest
@@ -118,6 +119,26 @@ def test_a_background_thread_makes_calls_in_order_and_keeps_their_results() -> N
     thread.close()
     assert thread.has_ended(TIMEOUT_S)
     assert not thread.post(lambda: None) and thread.submit(lambda: None) is None
+
+
+def test_a_call_that_was_accepted_during_a_close_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = BackgroundThread("test-thread")
+    put = thread._queue.put_nowait
+
+    def close_before_put(queued: Any) -> None:
+        """Another thread closes before this call is queued, unless the lock makes it wait."""
+        monkeypatch.setattr(thread._queue, "put_nowait", put)
+        closing.start()
+        if not thread._lock.locked():
+            closing.join()
+        put(queued)
+
+    monkeypatch.setattr(thread._queue, "put_nowait", close_before_put)
+    closing = threading.Thread(target=thread.close)
+    outcome = thread.submit(lambda: 1)
+    closing.join()
+    assert thread.has_ended(TIMEOUT_S)
+    assert outcome is not None and outcome.value == 1
 
 
 def test_a_background_thread_logs_a_bug_and_makes_delayed_calls_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -81,7 +81,8 @@ class BackgroundThread:
         """Delayed calls that are not due yet. Used by the thread alone."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._end_lock = threading.Lock()
+        self._lock = threading.Lock()
+        """A call is queued before the thread is closed, or refused. `at_end` is called before the end, or refused."""
         self._has_run = False
         self._last: Callable[[], None] | None = None
 
@@ -113,14 +114,15 @@ class BackgroundThread:
         Raises:
             RuntimeError, MemoryError: see `start`.
         """
-        if self._is_closed:
-            return False
-        self.start()
         due_s = time.monotonic() + delay_s if delay_s > 0 else 0.0
-        try:
-            self._queue.put_nowait(_QueuedCall(due_s, call))
-        except queue.Full:
-            return False
+        with self._lock:
+            if self._is_closed:
+                return False
+            self.start()
+            try:
+                self._queue.put_nowait(_QueuedCall(due_s, call))
+            except queue.Full:
+                return False
         return True
 
     def submit(self, call: Callable[[], Result]) -> Outcome[Result] | None:
@@ -138,11 +140,12 @@ class BackgroundThread:
 
     def close(self) -> None:
         """End the thread after the queued calls. Does not wait."""
-        self._is_closed = True
-        if self._thread is not None:
-            # If the queue is full, the thread checks `_is_closed` after each call.
-            with contextlib.suppress(queue.Full):
-                self._queue.put_nowait(None)
+        with self._lock:
+            self._is_closed = True
+            if self._thread is not None:
+                # If the queue is full, the thread checks `_is_closed` after each call.
+                with contextlib.suppress(queue.Full):
+                    self._queue.put_nowait(None)
 
     def has_ended(self, timeout_s: float | None) -> bool:
         """Wait until the thread has ended, which needs `close`. False on a timeout; None: no timeout. True if the
@@ -154,14 +157,14 @@ class BackgroundThread:
     def at_end(self, last: Callable[[], None]) -> bool:
         """Run `last` on the thread after all other calls. Does not start the thread. A second `last` replaces the
         first. False if the thread was closed and all other calls have run; then `last` does not run."""
-        with self._end_lock:
+        with self._lock:
             if not self._has_run:
                 self._last = last
             return not self._has_run
 
     def _run(self) -> None:
         self._make_calls()
-        with self._end_lock:
+        with self._lock:
             self._has_run = True
         if self._last is not None:
             self._make(self._last)

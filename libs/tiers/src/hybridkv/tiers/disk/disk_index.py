@@ -79,7 +79,11 @@ class DiskIndex(SyncLookups):
         state, chores = build_store(self._namespace, fingerprint, options, self._sizes, clock)
         self._segments, self._records = state.segments, state.records
         self._journal = chores.journal
-        self._janitor = janitor or ThreadJanitor()
+        try:
+            self._janitor = janitor or ThreadJanitor()
+        except BaseException:
+            self._namespace.close()
+            raise
         self._maintenance = Maintenance(state, chores, self._janitor)
         self._maintenance.run()
 

@@ -294,7 +294,7 @@ def require_directory(path: str, may_be_shared: bool = False) -> None:
     try:
         Directory.root(FileIO(), root_path(path), create=False, may_be_shared=may_be_shared).close()
     except FileNotFoundError as error:
-        parent = os.path.dirname(path.rstrip("/"))
+        parent = os.path.dirname(root_path(path))
         if not os.access(parent, os.R_OK | os.W_OK | os.X_OK):
             raise directory_error(path, error) from error
     except OSError as error:

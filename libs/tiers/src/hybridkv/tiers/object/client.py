@@ -95,6 +95,6 @@ class ObjectClient(LookupClient, Protocol):
         ...
 
     def clear(self, *, is_for_all: bool) -> None:
-        """Forget all chunks. If `is_for_all`, begin a new epoch, so that no engine finds the chunks stored until now;
-        but not before the store was reached."""
+        """Forget all chunks. If `is_for_all`, begin a new epoch, so that no engine finds the chunks stored until now.
+        If the store was not reached yet, the epoch begins when it is reached."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hybridkv.hashing import Fingerprint
@@ -94,22 +95,22 @@ def open_medium(
     name = f"hybridkv-{uuid.uuid4()}"
     description = messages.PeerDescription(messages.PROTOCOL, rank, namespace)
     [view] = memory.views(Slot(((0, memory.capacity_bytes),)))
-    loop = ControlLoop(name, addresses.secret, WireLimits())
-    try:
+    with ExitStack() as undo:
+        loop = ControlLoop(name, addresses.secret, WireLimits())
+        undo.callback(loop.close, CLOSE_S)
         try:
             transport = addresses.make_transport(name)
         except PeersConfigurationError as error:
             raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
-
+        undo.callback(transport.close, CLOSE_S)
         reader = PeerReader(transport, view, options, clock)
         capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
         identity, callbacks = NodeIdentity(description, capability), NodeCallbacks(RankSeals(memory), reader)
         reader.node = PeerNode(loop, identity, callbacks, peers, options, clock, port_offset=1 + rank)
         _listen(reader.node.listen, address)
-        return PeerMedium(reader, options, clock)
-    except BaseException:
-        loop.close(CLOSE_S)
-        raise
+        medium = PeerMedium(reader, options, clock)
+        undo.pop_all()
+        return medium
 
 
 def _listen(listen: Callable[[str, int], Address], address: Address) -> None:

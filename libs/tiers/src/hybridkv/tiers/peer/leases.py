@@ -11,13 +11,13 @@ wrong digest, and its load fails. Leases make loads likely to succeed; correctne
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.options import MAX_EXTENTS, PeerOptions
 
 Reader: TypeAlias = int
 """Connection of a peer."""
@@ -46,7 +46,6 @@ class _KeyLease:
     slot: Slot
     until_s: float
     is_pinned: bool = False
-    is_over: bool = False
 
 
 class PeerLeases:
@@ -68,8 +67,10 @@ class PeerLeases:
         self._live: OrderedDict[tuple[Reader, Key], _KeyLease] = OrderedDict()
         """In order of expiry, since all leases have the same duration."""
         self._bytes = 0
-        self._changes: deque[_KeyLease] = deque()
-        """Leases that began or ended since the last `apply`."""
+        self._to_pin: dict[tuple[Reader, Key], _KeyLease] = {}
+        """Leases that were granted since the last `apply` and are not pinned."""
+        self._to_unpin: list[Key] = []
+        """Keys of pinned leases that ended since the last `apply`."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,29 +83,37 @@ class PeerLeases:
     # Any thread.
 
     def grant(self, reader: Reader, keys: Sequence[Key]) -> list[Slot | None]:
-        """Lease keys to a peer for `lease_s`. Returns the slot of each; None if it is absent or cannot be leased."""
+        """Lease keys to a peer for `lease_s`. Returns the slot of each; None if it is absent or cannot be leased. The
+        slots have at most `MAX_EXTENTS` extents in all: that many fit into one reply."""
+        slots: list[Slot | None] = []
+        num_left = MAX_EXTENTS
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
-            return [self._lease(reader, key, now_s) for key in keys]
+            for key in keys:
+                slot = self._lease(reader, key, now_s, num_left)
+                slots.append(slot)
+                num_left -= 0 if slot is None else len(slot.extents)
+        return slots
 
-    def _lease(self, reader: Reader, key: Key, now_s: float) -> Slot | None:
+    def _lease(self, reader: Reader, key: Key, now_s: float, max_extents: int) -> Slot | None:
         slot = self._index.find(key)
-        if slot is None:
+        if slot is None or len(slot.extents) > max_extents:
             return None
         known = self._live.get((reader, key))
         if known is not None and known.slot == slot:
             known.until_s = now_s + self.lease_s
             self._live.move_to_end((reader, key))
+            if not known.is_pinned:
+                self._to_pin[reader, key] = known
             return slot
         if known is not None:
             self._end((reader, key))
         if len(self._live) >= self._max_leases or self._bytes + slot.num_bytes > self._max_bytes:
             return None
         lease = _KeyLease(key, slot, now_s + self.lease_s)
-        self._live[reader, key] = lease
+        self._live[reader, key] = self._to_pin[reader, key] = lease
         self._bytes += slot.num_bytes
-        self._changes.append(lease)
         return slot
 
     def end(self, reader: Reader, keys: Iterable[Key]) -> None:
@@ -119,14 +128,14 @@ class PeerLeases:
             for name in [name for name in self._live if name[0] == reader]:
                 self._end(name)
 
-    def _end(self, name: tuple[Reader, Key]) -> bool:
+    def _end(self, name: tuple[Reader, Key]) -> None:
         lease = self._live.pop(name, None)
         if lease is None:
-            return False
+            return
         self._bytes -= lease.slot.num_bytes
-        lease.is_over = True
-        self._changes.append(lease)
-        return True
+        self._to_pin.pop(name, None)
+        if lease.is_pinned:
+            self._to_unpin.append(lease.key)
 
     def _expire(self, now_s: float) -> None:
         while self._live:
@@ -140,18 +149,16 @@ class PeerLeases:
     def apply(self) -> None:
         """Pin the chunks of new leases, and unpin the chunks of ended leases. Called before each reservation; cheap
         without leases."""
-        if not self._live and not self._changes:
+        if not self._live and not self._to_unpin:
             return
         with self._lock:
             self._expire(self._clock())
-            changes, self._changes = self._changes, deque()
-            for lease in changes:
-                if lease.is_over:
-                    if lease.is_pinned:
-                        lease.is_pinned = False
-                        self._index.unpin(lease.key)
-                elif not lease.is_pinned:
-                    self._pin(lease)
+            to_pin, self._to_pin = self._to_pin, {}
+            to_unpin, self._to_unpin = self._to_unpin, []
+            for key in to_unpin:
+                self._index.unpin(key)
+            for lease in to_pin.values():
+                self._pin(lease)
 
     def _pin(self, lease: _KeyLease) -> None:
         slot = self._index.pin(lease.key)

@@ -16,13 +16,11 @@ import numpy as np
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.wire import CloseReason, WireError, pack_columns, unpack_columns
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.peer.options import MAX_KEYS
+from hybridkv.tiers.peer.options import MAX_EXTENTS, MAX_KEYS
 from hybridkv.tiers.peer.places import MAX_OFFSET
 
 PROTOCOL = 1
 MAX_KEY_BYTES = 256
-MAX_EXTENTS = 1 << 16
-"""Limit of extents in one reply."""
 MAX_DESCRIPTION_BYTES = 1 << 20
 DIGEST_BYTES = 16
 
@@ -165,11 +163,11 @@ def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
 
 
 def find_reply(slots: Sequence[Slot | None], lease_s: float) -> FindReply:
-    """Build a `FindReply`. Slots beyond `MAX_EXTENTS` are reported as missing."""
+    """Build a `FindReply`. The slots have at most `MAX_EXTENTS` extents in all."""
     counts: list[int] = []
     extents: list[tuple[int, int]] = []
     for slot in slots:
-        more = slot.extents if slot is not None and len(extents) + len(slot.extents) <= MAX_EXTENTS else ()
+        more = slot.extents if slot is not None else ()
         counts.append(len(more))
         extents += more
     return FindReply(

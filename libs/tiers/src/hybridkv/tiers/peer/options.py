@@ -7,6 +7,8 @@ from hybridkv.tiers.remote.options import RemoteOptions
 
 MAX_KEYS = 4096
 """Limit of keys in one message. More keys need several messages."""
+MAX_EXTENTS = 1 << 16
+"""Limit of extents in one reply."""
 
 
 class PeerOptions(RemoteOptions, frozen=True, kw_only=True):

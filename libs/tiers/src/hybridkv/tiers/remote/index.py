@@ -97,14 +97,15 @@ class RemoteIndex(Generic[P]):
         self._tracker = LookupTracker(options.max_open_keys, options.missing_s, options.forget_after_s)
         self._number = 0
         """Number of the last lookup."""
-        self._found: FoundPlaces[P] = FoundPlaces()
+        self._found: FoundPlaces[P] = FoundPlaces(2 * options.max_known)
         self._space: _RemoteSpace[P] = _RemoteSpace()
         self._ledger: KeyLedger[RemoteEntry[P]] = KeyLedger(
             self._space, LruPolicy(), options.known_bytes, max_keys=options.max_known
         )
         """Chunks that were read or stored."""
         self._expiries: list[tuple[float, int, RemoteEntry[P]]] = []
-        """Heap of (expiry time, number, entry) of the committed ledger entries, and of some that are gone."""
+        """Heap of (expiry time, number, entry) of the committed ledger entries, and of some that are gone. At most
+        twice `max_known`."""
         self._expiry_numbers = itertools.count()
         self._expired: dict[Key, None] = {}
         """Keys of expired chunks, the oldest first. They are looked up again before they are stored again."""
@@ -275,11 +276,15 @@ class RemoteIndex(Generic[P]):
     def _track_expiry(self, entry: RemoteEntry[P]) -> None:
         self._expired.pop(entry.key, None)
         until_s = self._expires_s(entry.place)
-        heapq.heappush(self._expiries, (until_s, next(self._expiry_numbers), entry))
+        expiries, by_key = self._expiries, self._ledger.by_key
+        heapq.heappush(expiries, (until_s, next(self._expiry_numbers), entry))
+        if len(expiries) > 2 * self._options.max_known:
+            expiries[:] = [expiry for expiry in expiries if by_key.get(expiry[2].key) is expiry[2]]
+            heapq.heapify(expiries)
 
     def _expire_entries(self, now_s: float) -> None:
         expiries, by_key = self._expiries, self._ledger.by_key
-        while expiries and (expiries[0][0] <= now_s or len(expiries) > 2 * len(by_key) + self._options.max_open_keys):
+        while expiries and expiries[0][0] <= now_s:
             _, _, entry = heapq.heappop(expiries)
             if by_key.get(entry.key) is entry and self._ledger.lookup(entry.key) is _HIT:
                 if entry.num_pins:

@@ -116,8 +116,10 @@ class TierMover:
         is_drained = True
         for tier, medium in self.media.items():
             try:
-                is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
-                medium.close()
+                try:
+                    is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
+                finally:
+                    medium.close()
             except Exception as error:  # the other media must be closed too
                 self._log_once(tier, error)
                 is_drained = False

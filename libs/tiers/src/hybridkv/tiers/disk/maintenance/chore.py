@@ -91,10 +91,9 @@ class Retries:
     def is_backing_off(self, chore_or_number: type[Chore[Any]] | int) -> bool:
         return self._until_s.get(chore_or_number, 0.0) > self._clock()
 
-    @property
-    def next_retry_s(self) -> float:
-        """Time at which the earliest backoff ends; infinity if there is none."""
-        return min(self._until_s.values(), default=float("inf"))
+    def next_retry_s(self, now_s: float) -> float:
+        """Time after `now_s` at which the earliest backoff ends; infinity if there is none."""
+        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=float("inf"))
 
     def failed(self, kind: type[Chore[Any]], error: Exception, numbers: Iterable[int] = ()) -> None:
         """Start a backoff of the kind, count the failure, and log a new problem once. With `numbers`, only these

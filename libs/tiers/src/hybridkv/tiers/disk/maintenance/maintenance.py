@@ -192,8 +192,9 @@ class Maintenance:
             if self._dispatcher.num_running:
                 return
             self._seen_revision = self._segments.revision
+            now_s = self.state.clock()
             if not self._start(choose()):
-                self._next_run_s = min(self._chores.snapshot.due_s, self.state.retries.next_retry_s)
+                self._next_run_s = min(self._chores.snapshot.due_s, self.state.retries.next_retry_s(now_s))
                 return
 
     def schedule_missing_file_check(self) -> None:

@@ -150,9 +150,8 @@ class SnapshotWriter(ChoreKind[Save, bool]):
             return None
         is_due = state.clock() >= self.due_s
         is_news = self._generation != state.records.generation
-        if not (state.is_snapshot_wanted or (is_due and is_news)):
-            return None
-        if self._may_save():
+        is_wanted = state.is_snapshot_wanted or (is_due and is_news)
+        if is_wanted and self._may_save():
             return self._due(number_of(state.segments.next_address))
         self._last_s = state.clock() if is_due else self._last_s
         return None

@@ -83,8 +83,10 @@ class EpochTracker:
         thread."""
         self.manifest_namespace: str | None = None
         """Namespace of manifests. Changes in the step of the loop that forgets the old epoch."""
+        self._must_begin_next = False
+        """True if a reset came before the store was reached."""
         self._lock = threading.Lock()
-        """Protects `_epoch` and `namespace`, which both threads change."""
+        """Protects `_epoch`, `namespace` and `_must_begin_next`, which both threads change."""
         self.takes_objects = False
         self._opened: Future[None] = Future()
         self._is_only_read = False
@@ -103,9 +105,13 @@ class EpochTracker:
         except FutureTimeoutError:
             logger.warning("the object store is not reached yet: nothing is found or stored there until it is")
 
-    def begin_next(self) -> int:
-        """Switch new packs to a new epoch, and return its number. Call `reset` on the loop afterwards."""
+    def begin_next(self) -> int | None:
+        """Switch new packs to a new epoch, and return its number. Call `reset` on the loop afterwards. None if the
+        store was not reached yet: then the epoch begins when it is reached."""
         with self._lock:
+            if self.namespace is None:
+                self._must_begin_next = True
+                return None
             epoch = self._epoch = next_epoch(self._epoch, time.time())
             self.namespace = namespace_of(self._cache, epoch)
         return epoch
@@ -128,7 +134,7 @@ class EpochTracker:
                     self._note(await self._check_store())
                 epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
                 self._enter(epoch)
-                if epoch < self._epoch:  # the mark expired or was overwritten
+                if epoch < self._epoch:  # a new epoch began, or the mark expired or was overwritten
                     await self._begin_epoch(self._epoch)
             except Exception as error:
                 if isinstance(error, TierConfigurationError) and not self._opened.done():
@@ -167,6 +173,8 @@ class EpochTracker:
         with self._lock:
             if not is_first and epoch <= self._epoch:
                 return
+            if is_first and self._must_begin_next:
+                epoch = next_epoch(epoch, time.time())
             self._epoch = epoch
             self.namespace = self.manifest_namespace = namespace_of(self._cache, epoch)
         if is_first:

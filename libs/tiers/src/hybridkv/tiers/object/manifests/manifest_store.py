@@ -113,11 +113,8 @@ class ManifestStore:
         self._loop.post(lambda: self._writer.retract(key, place))
 
     def clear(self, *, is_for_all: bool) -> None:
-        if not is_for_all or self.namespace is None:
-            self._loop.post(self._forget)
-            return
-        epoch = self._epochs.begin_next()
-        self._loop.post(lambda: self._reset(epoch))
+        epoch = self._epochs.begin_next() if is_for_all else None
+        self._loop.post(self._forget if epoch is None else partial(self._reset, epoch))
 
     def close(self) -> None:
         """Close. Manifests being written get `close_timeout_s` to finish."""
