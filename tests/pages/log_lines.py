@@ -26,8 +26,8 @@ def literals(source: str) -> Iterator[str]:
 
 
 def log_lines(source: str) -> Iterator[LogLine]:
-    """Calls of a logger at WARNING or above whose text is more than placeholders. A variable counts as a logger's method
-    if one value of it is a method of this level."""
+    """Calls of a logger at WARNING or above with a text of more than placeholders. A call of a variable counts if the
+    variable has a logger's method of this level as one of its values."""
     nodes = list(ast.walk(ast.parse(source)))
     variables = {
         target.id
