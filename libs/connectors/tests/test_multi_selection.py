@@ -267,6 +267,22 @@ def test_a_load_within_a_step_with_invalid_blocks_has_failed() -> None:
     assert bench.admit(request) == 1
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_may_load_again_before_the_end_of_its_step(is_async: bool) -> None:
+    """As after vLLM's reset of the prefix cache, which preempts requests of a step that still runs."""
+    bench = Bench(FakeStore(64, is_async=False))
+    request = new_request()
+    bench.admit(request)
+    first = bench.selector.plan_step(scheduled([request], 96))
+    bench.stores[0].is_async = is_async
+    bench.admit(request)
+    second = bench.selector.plan_step(scheduled([] if is_async else [request], 96))
+    bench.selector.step_ended(first.step, {0: 0.25}, output())
+    bench.end_load(request)
+    bench.selector.step_ended(second.step, {0: 0.25}, output())
+    assert bench.total(0).pending_loads == 0
+
+
 def test_loads_are_counted_with_their_seconds_and_bytes() -> None:
     bench = Bench(FakeStore(40))
     request = new_request()

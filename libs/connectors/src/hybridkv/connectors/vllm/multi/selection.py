@@ -477,9 +477,9 @@ class Selector:
 
     def take_stats(self) -> SelectionStats | None:
         """Returns and resets the counts; None if there are none."""
-        if self._loads.pending != self._reported_pending:
-            self._reported_pending = list(self._loads.pending)
-            for position, pending in enumerate(self._loads.pending):
+        if (pending_loads := self._loads.pending) != self._reported_pending:
+            self._reported_pending = pending_loads
+            for position, pending in enumerate(pending_loads):
                 self._counts(position).pending_loads = pending
         stats = self._stats.take()
         return stats if stats.children else None
