@@ -257,6 +257,18 @@ def test_a_load_within_a_step_ends_with_it_and_takes_the_workers_time() -> None:
     assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.25, 4 * BLOCK_BYTES, 0)
 
 
+def test_loads_of_a_child_within_one_step_share_its_seconds() -> None:
+    bench = Bench(FakeStore(1000, is_async=False), weights=[AUTO])
+    learn_prefill(bench, 0.001)
+    requests = [new_request(name, 2000) for name in "abc"]
+    for request in requests:
+        bench.admit(request)
+    step_metadata = bench.selector.plan_step(scheduled(requests, 1000))
+    bench.selector.step_ended(step_metadata.step, {0: 1.5}, output())
+    assert bench.total(0).load_seconds == 1.5
+    assert bench.ask(new_request("d", 2000)) == 1000, "a token takes half of its prefill"
+
+
 def test_a_load_within_a_step_with_invalid_blocks_has_failed() -> None:
     bench = Bench(FakeStore(64, is_async=False), FakeStore(32))
     request = new_request()
