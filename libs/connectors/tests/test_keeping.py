@@ -152,6 +152,28 @@ def test_renewal_covers_only_the_chunks_kept_in_each_tier(tmp_path: Path) -> Non
         assert [len(bench.keeper._from_the_end(tier)) for tier in range(2)] == [0, len(bench.keeper._kept)]
 
 
+def test_a_chunk_more_does_not_keep_a_refused_prefix(tmp_path: Path) -> None:
+    bench = Kept(tmp_path)
+    with bench.engine:
+        bench.serve("a", NUM_FITTING // 3, 60.0)
+        bench.serve("a#1", NUM_FITTING // 3 + 1, 60.0)
+        assert bench.counted() == {("ram", "refused"): 2, ("disk", "kept"): 2}
+        bench.serve_others(2 * NUM_FITTING)
+        assert bench.in_primary("a#1") == 0
+
+
+def test_a_refused_prefix_is_kept_whole_once_it_fits(tmp_path: Path) -> None:
+    bench = Kept(tmp_path)
+    with bench.engine:
+        bench.serve("a", NUM_FITTING // 5, 60.0)
+        bench.serve("b", NUM_FITTING // 5, 120.0)
+        bench.now_s = 60.0
+        bench.serve("b", NUM_FITTING // 5, 120.0)
+        bench.serve_others(2 * NUM_FITTING)
+        assert bench.in_primary("b") == NUM_FITTING // 5
+        assert bench.keeper._kept_bytes[0] == NUM_FITTING // 5 * PAIR_BYTES
+
+
 def test_a_reset_forgets_kept_prefixes(tmp_path: Path) -> None:
     bench = Kept(tmp_path)
     with bench.engine:

@@ -257,6 +257,18 @@ def test_a_load_within_a_step_ends_with_it_and_takes_the_workers_time() -> None:
     assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.25, 4 * BLOCK_BYTES, 0)
 
 
+def test_loads_of_a_child_within_one_step_share_its_seconds() -> None:
+    bench = Bench(FakeStore(1000, is_async=False), weights=[AUTO])
+    learn_prefill(bench, 0.001)
+    requests = [new_request(name, 2000) for name in "abc"]
+    for request in requests:
+        bench.admit(request)
+    step_metadata = bench.selector.plan_step(scheduled(requests, 1000))
+    bench.selector.step_ended(step_metadata.step, {0: 1.5}, output())
+    assert bench.total(0).load_seconds == 1.5
+    assert bench.ask(new_request("d", 2000)) == 1000, "a token takes half of its prefill"
+
+
 def test_a_load_within_a_step_with_invalid_blocks_has_failed() -> None:
     bench = Bench(FakeStore(64, is_async=False), FakeStore(32))
     request = new_request()
@@ -265,6 +277,22 @@ def test_a_load_within_a_step_with_invalid_blocks_has_failed() -> None:
     bench.selector.step_ended(step_metadata.step, {}, output(invalid={1}))
     assert bench.total(0).failures == 1
     assert bench.admit(request) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_may_load_again_before_the_end_of_its_step(is_async: bool) -> None:
+    """As after vLLM's reset of the prefix cache, which preempts requests of a step that still runs."""
+    bench = Bench(FakeStore(64, is_async=False))
+    request = new_request()
+    bench.admit(request)
+    first = bench.selector.plan_step(scheduled([request], 96))
+    bench.stores[0].is_async = is_async
+    bench.admit(request)
+    second = bench.selector.plan_step(scheduled([] if is_async else [request], 96))
+    bench.selector.step_ended(first.step, {0: 0.25}, output())
+    bench.end_load(request)
+    bench.selector.step_ended(second.step, {0: 0.25}, output())
+    assert bench.total(0).pending_loads == 0
 
 
 def test_loads_are_counted_with_their_seconds_and_bytes() -> None:

@@ -183,9 +183,9 @@ def test_a_thread_with_queued_work_ends_after_the_work() -> None:
     done = [background.submit(lambda: None) for _ in range(MAX_QUEUED + 1)]
     assert done.pop() is None
     background.close()
-    assert not background.has_ended(0.0)
+    assert not background.wait_until_ended(0.0)
     go_on.set()
-    assert background.has_ended(WAIT_S)
+    assert background.wait_until_ended(WAIT_S)
     assert all(outcome is not None and outcome.is_done for outcome in done)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import patience
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
@@ -198,6 +199,17 @@ def test_requests_with_one_lease_send_its_end_once() -> None:
     producer.remote_leases.end("s", True)
     producer.run_for(1.0)
     assert (producer.num_done, producer.remote_leases.num_leases) == (1, 0)
+
+
+def test_a_request_with_the_id_of_an_ended_one_does_not_replace_its_lease() -> None:
+    producer = Producer()
+    producer.hold("r")
+    producer.cut()
+    producer.remote_leases.end("r", True)
+    producer.remote_leases.begin("r", msgspec.structs.replace(PROMPT, lease=Lease(4, 6)))
+    producer.answer()
+    producer.run_for(1.0)
+    assert producer.said == [LeaseDone(PROMPT.lease, True, 0, 1)] and producer.remote_leases.num_leases == 1
 
 
 def test_an_unreachable_producer_is_dialled_a_few_times_with_pauses() -> None:

@@ -26,44 +26,44 @@ def removed(hashes: list[int], medium: str = "CPU", group: int = 0) -> BlockRemo
 
 def test_a_block_held_twice_is_announced_once_and_removed_last() -> None:
     announced = AnnouncedBlocks()
-    assert announced.filter_new([stored([1, 2]), stored([1, 2])]) == [stored([1, 2])]
-    assert announced.filter_new([removed([1, 2])]) == []
-    assert announced.filter_new([removed([1, 2])]) == [removed([1, 2])]
+    assert announced.count_and_filter([stored([1, 2]), stored([1, 2])]) == [stored([1, 2])]
+    assert announced.count_and_filter([removed([1, 2])]) == []
+    assert announced.count_and_filter([removed([1, 2])]) == [removed([1, 2])]
     assert len(announced) == 0
 
 
 def test_a_chunk_with_an_announced_beginning_announces_its_new_blocks() -> None:
     announced = AnnouncedBlocks()
-    announced.filter_new([stored([1, 2, 3])])
-    (event_sent,) = announced.filter_new([stored([1, 4, 5])])
+    announced.count_and_filter([stored([1, 2, 3])])
+    (event_sent,) = announced.count_and_filter([stored([1, 4, 5])])
     assert event_sent == stored([4, 5], parent=1)
-    assert announced.filter_new([removed([1, 2, 3])]) == [removed([2, 3])]
-    assert announced.filter_new([removed([1, 4, 5])]) == [removed([1, 4, 5])]
+    assert announced.count_and_filter([removed([1, 2, 3])]) == [removed([2, 3])]
+    assert announced.count_and_filter([removed([1, 4, 5])]) == [removed([1, 4, 5])]
 
 
 def test_a_block_in_another_medium_or_group_is_announced_too() -> None:
     announced = AnnouncedBlocks()
     events = [stored([1]), stored([1], medium="STORAGE"), stored([1], group=1)]
-    assert announced.filter_new(events) == events
-    assert announced.filter_new([removed([1], medium="STORAGE")]) == [removed([1], medium="STORAGE")]
+    assert announced.count_and_filter(events) == events
+    assert announced.count_and_filter([removed([1], medium="STORAGE")]) == [removed([1], medium="STORAGE")]
 
 
 def test_a_block_removed_and_stored_in_one_step_is_announced_again() -> None:
     announced = AnnouncedBlocks()
-    announced.filter_new([stored([1])])
-    announced.filter_new([stored([1])])
+    announced.count_and_filter([stored([1])])
+    announced.count_and_filter([stored([1])])
     both = [removed([1]), stored([1])] * 2
-    assert announced.filter_new(both) == [removed([1]), stored([1])]
-    assert announced.filter_new([removed([1])]) == []
-    assert announced.filter_new([removed([1])]) == [removed([1])]
+    assert announced.count_and_filter(both) == [removed([1]), stored([1])]
+    assert announced.count_and_filter([removed([1])]) == []
+    assert announced.count_and_filter([removed([1])]) == [removed([1])]
 
 
 def test_events_without_tokens_pass_unchanged() -> None:
     announced = AnnouncedBlocks()
     placeholder = BlockStored([1, 2], None, [], 0, None, "CPU", None, group_idx=0)
-    announced.filter_new([stored([1])])
-    assert announced.filter_new([placeholder, AllBlocksCleared()]) == [placeholder, AllBlocksCleared()]
-    assert announced.filter_new([removed([7])]) == [removed([7])]
+    announced.count_and_filter([stored([1])])
+    assert announced.count_and_filter([placeholder, AllBlocksCleared()]) == [placeholder, AllBlocksCleared()]
+    assert announced.count_and_filter([removed([7])]) == [removed([7])]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 3)), max_size=30))
@@ -75,7 +75,7 @@ def test_announcements_equal_the_set_of_held_blocks(changes: list[tuple[int, int
         run = tuple(range(first, first + length + 1))
         events: list[Any] = [removed(list(run))] if run in holders[holder] else [stored(list(run))]
         holders[holder] ^= {run}
-        for event in announced.filter_new(events):
+        for event in announced.count_and_filter(events):
             if isinstance(event, BlockStored):
                 assert len(event.token_ids) == SIZE * len(event.block_hashes)
                 assert known.isdisjoint(event.block_hashes)

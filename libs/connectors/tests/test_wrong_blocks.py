@@ -202,7 +202,7 @@ def test_a_block_computed_or_loaded_again_is_right_despite_an_equal_hash() -> No
     bench = misled_bench()
     bench.step(gone=["misled"])
     table: Any = SimpleNamespace(blocks=[[SimpleNamespace(block_id=each)] for each in (0, 4)])
-    bench.wrong.mark_loaded(table, 0)
+    bench.wrong.unmark_loaded(table, 0)
     assert bench.step({"loaded": (16, ([10], [4])), "computes": (0, ([12], [6]))}) == set()
     assert not bench.wrong.is_corrupt(6)
 

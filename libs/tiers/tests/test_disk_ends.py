@@ -281,7 +281,7 @@ def test_a_close_without_time_releases_the_lock_after_file_work(tmp_path: Path, 
     with pytest.raises(TierConfigurationError, match="no other engine has open"):
         opened(tmp_path / "store", FileIO())
     held.set()
-    assert janitor._thread.has_ended(disk_store.TIMEOUT_S)
+    assert janitor._thread.wait_until_ended(disk_store.TIMEOUT_S)
     opened(tmp_path / "store", FileIO()).close()
 
 

@@ -347,7 +347,7 @@ def test_a_temporary_lack_of_a_ring_is_retried_at_each_opening(
             media(tmp_path, OPTIONS)[0].close()
     said = [record for record in caplog.records if os.strerror(number) in record.getMessage()]
     assert [record.levelname for record in said] == ["WARNING"] * 2
-    assert "until it is opened again" in said[0].getMessage() and not errors
+    assert "until the tier is opened again" in said[0].getMessage() and not errors
 
 
 def test_without_direct_io_auto_uses_the_page_cache(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_background_thread_makes_calls_in_order_and_keeps_their_results() -> N
     assert first is not None and first.is_done and first.value == (1, 0)
     assert second is not None and isinstance(second.error, ZeroDivisionError)
     thread.close()
-    assert thread.has_ended(TIMEOUT_S)
+    assert thread.wait_until_ended(TIMEOUT_S)
     assert not thread.post(lambda: None) and thread.submit(lambda: None) is None
 
 
@@ -152,7 +152,7 @@ def test_a_background_thread_logs_a_bug_and_makes_delayed_calls_at_the_end(caplo
     assert thread.post(lambda: made.append("soon"), 0.001)
     assert thread.at_end(lambda: made.append("last"))
     thread.close()
-    assert thread.has_ended(TIMEOUT_S)
+    assert thread.wait_until_ended(TIMEOUT_S)
     assert sorted(made[:2]) == ["late", "soon"] and made[2:] == ["last"]
     assert "test-thread" in caplog.text
     assert not thread.at_end(lambda: made.append("never"))
@@ -170,5 +170,5 @@ def test_a_background_thread_starts_later_if_there_is_no_thread_now(monkeypatch:
     assert not thread.is_started
     outcomes = [thread.submit(lambda: 1) for _ in range(3 * MAX_QUEUED)]
     thread.close()
-    assert thread.has_ended(TIMEOUT_S)
+    assert thread.wait_until_ended(TIMEOUT_S)
     assert all(outcome is not None and outcome.value == 1 for outcome in outcomes)

@@ -147,7 +147,7 @@ class BackgroundThread:
                 with contextlib.suppress(queue.Full):
                     self._queue.put_nowait(None)
 
-    def has_ended(self, timeout_s: float | None) -> bool:
+    def wait_until_ended(self, timeout_s: float | None) -> bool:
         """Wait until the thread has ended, which needs `close`. False on a timeout; None: no timeout. True if the
         thread was never started."""
         if self._thread is not None:

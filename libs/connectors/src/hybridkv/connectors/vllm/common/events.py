@@ -41,7 +41,7 @@ class AnnouncedBlocks:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def filter_new(self, events: Iterable[Any]) -> list[Any]:
+    def count_and_filter(self, events: Iterable[Any]) -> list[Any]:
         """Counts the announcements in the events of a step, and returns the part that is new to a subscriber. Events of
         other types pass unchanged. An event with tokens that cannot be split by block passes whole if a part is new.
 
@@ -271,7 +271,7 @@ class RouterEvents:
             everything = self._announcer.announced()
             events += [self._removed(each) for each in reversed(everything)]
             events += [self._stored(each) for each in everything]
-        new_events = self._announced_blocks.filter_new(events)
+        new_events = self._announced_blocks.count_and_filter(events)
         for event in new_events:
             self._metrics.announced(type(event).__name__, event.medium)
         if events:

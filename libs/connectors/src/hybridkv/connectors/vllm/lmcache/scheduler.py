@@ -151,7 +151,7 @@ class LMCacheScheduler:
             return
         load = self._load_tracker.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._corrupt_blocks.mark_loaded(blocks, tracked.computed_tokens)
+            self._corrupt_blocks.unmark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Once per step.

@@ -236,7 +236,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         for child in self._children:
             # Other connectors may omit removals, so a table of their blocks would grow without bound.
             (own if child.config.connector == CONNECTOR else others).extend(child.connector.take_events())
-        return self._announced_blocks.filter_new(own) + others
+        return self._announced_blocks.count_and_filter(own) + others
 
     def has_pending_block_frees(self) -> bool:
         return any(each.has_pending_block_frees() for each in self._connectors)

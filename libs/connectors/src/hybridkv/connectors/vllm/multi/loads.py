@@ -5,6 +5,7 @@ An asynchronous load ends when the workers report its request. A synchronous loa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,20 +51,27 @@ class ChildLoads:
     """
 
     def __init__(self, num_children: int, admission: LoadAdmission) -> None:
+        self._num_children = num_children
         self._admission = admission
-        self.num_by_child = [0] * num_children
-        """Number of running loads, by child."""
         self._loads: dict[str, ChildLoad] = {}
         self._begun: set[str] = set()
         """Requests with a load that started after the last step was planned."""
-        self._within_steps: list[str] = []
+
+    @property
+    def pending(self) -> list[int]:
+        """Number of running loads, by child."""
+        counts = Counter(load.child for load in self._loads.values())
+        return [counts[child] for child in range(self._num_children)]
 
     def begin(self, request_id: str, load: ChildLoad) -> None:
-        """Adds a load of a request with allocated blocks. The request keeps the blocks until it is scheduled."""
+        """Adds a load of a request with allocated blocks. The request keeps the blocks until it is scheduled.
+
+        Replaces a synchronous load of the request: vLLM's reset of the prefix cache preempts running requests, and the
+        next step may load them again before the end of the earlier step.
+        """
         self._loads[request_id] = load
         self._begun.add(request_id)
         self._admission.take(request_id, load.request_tokens)
-        self.num_by_child[load.child] += 1
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a load of the request is running."""
@@ -76,7 +84,6 @@ class ChildLoads:
         for request_id in self._begun.intersection(request_ids):
             load = self._loads[request_id]
             load.step = step
-            self._within_steps.append(request_id)
             children.add(load.child)
         self._begun.clear()
         for request_id in request_ids:
@@ -89,16 +96,11 @@ class ChildLoads:
 
     def ended_within(self, step: int, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
         """Removes and returns the synchronous loads of this step and of earlier steps."""
-        ended: list[tuple[str, ChildLoad]] = []
-        open_still = []
-        for request_id in self._within_steps:
-            load = self._loads[request_id]
-            if load.step is None or load.step > step:
-                open_still.append(request_id)
-                continue
-            load.has_failed = _touches(load.blocks, output.invalid_block_ids)
-            ended.append(self._take(request_id, load))
-        self._within_steps = open_still
+        ended = []
+        for request_id, load in list(self._loads.items()):
+            if load.step is not None and load.step <= step:
+                load.has_failed = _touches(load.blocks, output.invalid_block_ids)
+                ended.append(self._take(request_id, load))
         return ended
 
     def reported(self, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
@@ -119,7 +121,6 @@ class ChildLoads:
     def _take(self, request_id: str, load: ChildLoad) -> tuple[str, ChildLoad]:
         del self._loads[request_id]
         self._begun.discard(request_id)
-        self.num_by_child[load.child] -= 1
         if load.has_failed and load.step is None:
             self._admission.fail(request_id, load.request_tokens)
         return request_id, load

@@ -444,11 +444,16 @@ class Selector:
         return StepMetadata(self._step, bool(sync_children) or self._estimator is not None, sync_children)
 
     def step_ended(self, step: int, sync_load_seconds: dict[int, float], output: KVConnectorOutput) -> None:
-        """Handles the end of a step and of its synchronous loads on all ranks."""
+        """Handles the end of a step and of its synchronous loads on all ranks. Loads of one child share its seconds."""
         if self._estimator is not None:
             self._estimator.step_ended(step)
-        for request_id, load in self._loads.ended_within(step, output):
-            self._load_ended(request_id, load, sync_load_seconds.get(load.child, 0.0))
+        ended = self._loads.ended_within(step, output)
+        num_tokens = [0] * len(self._children)
+        for _, load in ended:
+            num_tokens[load.child] += load.num_tokens
+        for request_id, load in ended:
+            share = load.num_tokens / num_tokens[load.child]
+            self._load_ended(request_id, load, sync_load_seconds.get(load.child, 0.0) * share)
 
     def loads_reported(self, output: KVConnectorOutput) -> dict[str, int]:
         """Handles the workers' reports of ended loads. Returns the position of the child, by request."""
@@ -478,9 +483,9 @@ class Selector:
 
     def take_stats(self) -> SelectionStats | None:
         """Returns and resets the counts; None if there are none."""
-        if self._loads.num_by_child != self._reported_pending:
-            self._reported_pending = list(self._loads.num_by_child)
-            for position, pending in enumerate(self._loads.num_by_child):
+        if (pending_loads := self._loads.pending) != self._reported_pending:
+            self._reported_pending = pending_loads
+            for position, pending in enumerate(pending_loads):
                 self._counts(position).pending_loads = pending
         stats = self._stats.take()
         return stats if stats.children else None

@@ -94,7 +94,7 @@ class NixlScheduler:
         if self._consumer is not None:
             load = self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
             if load is not None and self._producer is not None:
-                self._producer.corrupt_blocks.mark_loaded(blocks, load.computed_tokens)
+                self._producer.corrupt_blocks.unmark_loaded(blocks, load.computed_tokens)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of the request; see `Producer.finish`."""

@@ -187,7 +187,7 @@ class OffloadScheduler:
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._corrupt_blocks.mark_loaded(blocks, tracked.computed_tokens)
+            self._corrupt_blocks.unmark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Called once in each step.

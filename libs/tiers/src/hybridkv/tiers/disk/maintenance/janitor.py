@@ -81,7 +81,7 @@ class ThreadJanitor:
 
     def close(self, timeout_s: float) -> bool:
         self._thread.close()
-        return self._thread.has_ended(timeout_s)
+        return self._thread.wait_until_ended(timeout_s)
 
     def run_at_end(self, last: Task) -> bool:
         return self._thread.at_end(last)

@@ -290,7 +290,7 @@ class Runner:
             self._finish_within(self._options.close_timeout_s)
             return
         ending.close()
-        ending.has_ended(self._options.close_timeout_s)
+        ending.wait_until_ended(self._options.close_timeout_s)
 
     def _finish(self) -> None:
         """Finish, in a separate thread, because each step may wait for a device."""
@@ -300,7 +300,7 @@ class Runner:
     def _finish_within(self, timeout_s: float) -> bool:
         """Wait for the threads, sync, and close all files. False if a thread has not ended within the timeout."""
         self._opener.close()
-        if not self._opener.has_ended(timeout_s):
+        if not self._opener.wait_until_ended(timeout_s):
             return False
         if self._queue is not None and not self._queue.close(timeout_s):
             return False

@@ -112,7 +112,7 @@ class SyncThread:
             self._is_closed = True
             self._condition.notify()
         self._thread.close()
-        self._thread.has_ended(None)
+        self._thread.wait_until_ended(None)
         self._syncer.sync()
 
     def _work(self) -> None:

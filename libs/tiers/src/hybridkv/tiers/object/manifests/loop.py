@@ -54,7 +54,7 @@ class StoreLoop:
         done.wait(timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.close()
-        self._thread.has_ended(max(_MIN_JOIN_S, end_s - time.monotonic()))
+        self._thread.wait_until_ended(max(_MIN_JOIN_S, end_s - time.monotonic()))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # On the loop.

@@ -191,7 +191,7 @@ class CorruptBlocks:
             metrics.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
         return states
 
-    def mark_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
+    def unmark_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
         """Removes the marks of blocks that the engine allocated for a load, because the loaded content is correct."""
         if self._corrupt:
             self._clear_from([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)

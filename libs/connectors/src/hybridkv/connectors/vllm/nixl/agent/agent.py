@@ -158,7 +158,7 @@ class Agent:
         self._inbox.put(self._begin_closing)
         has_stopped = self._join()
         has_stopped = self._loop.close(CLOSE_S) and has_stopped
-        has_stopped = self._server.wait_closed(CLOSE_S) and self._reads.wait_closed(CLOSE_S) and has_stopped
+        has_stopped = self._server.wait_until_closed(CLOSE_S) and self._reads.wait_until_closed(CLOSE_S) and has_stopped
         return self._transport.close(CLOSE_S) and has_stopped
 
     # A simulation replaces these two methods and calls `_turn` itself.
@@ -170,7 +170,7 @@ class Agent:
     def _join(self) -> bool:
         """Waits for the last turn. Returns False if the turn does not end in time."""
         self._thread.close()
-        return self._thread.has_ended(CLOSE_S)
+        return self._thread.wait_until_ended(CLOSE_S)
 
     # On the agent's thread.
 

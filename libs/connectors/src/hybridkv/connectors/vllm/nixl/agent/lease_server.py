@@ -308,9 +308,9 @@ class LeaseServer:
         self._digest_thread.close()
         self._leases.close()
 
-    def wait_closed(self, timeout_s: float) -> bool:
+    def wait_until_closed(self, timeout_s: float) -> bool:
         """Waits for the digest thread. Returns False if it still reads the engine's memory after `timeout_s`."""
-        return self._digest_thread.has_ended(timeout_s)
+        return self._digest_thread.wait_until_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:
         self._metrics.count_lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")

@@ -186,9 +186,9 @@ class ReadManager:
         """Stops digests."""
         self._digest_thread.close()
 
-    def wait_closed(self, timeout_s: float) -> bool:
+    def wait_until_closed(self, timeout_s: float) -> bool:
         """Waits for the digest thread. Returns False if it still reads the engine's memory after `timeout_s`."""
-        return self._digest_thread.has_ended(timeout_s)
+        return self._digest_thread.wait_until_ended(timeout_s)
 
     def _advance(self, read: _RequestRead) -> None:
         for index, rank in enumerate(read.ranks):

@@ -72,7 +72,8 @@ class RemoteLeases:
         self._peers = peers
         self._control = control
         self._clock = clock
-        self._leases: dict[str, _RemoteLease] = {}
+        self._leases: dict[str | int, _RemoteLease] = {}
+        """By request; after the request's end by a number, because a later request may have its id."""
 
     @property
     def num_leases(self) -> int:
@@ -104,17 +105,18 @@ class RemoteLeases:
 
     def end(self, request_id: str, is_read: bool) -> None:
         """Sends `LeaseDone` to all ranks of the producer that have not received it."""
-        lease = self._leases.get(request_id)
-        if lease is not None and lease.is_read is None:
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
             lease.is_read = is_read
-            self._release(request_id, lease, is_read)
+            self._leases[id(lease)] = lease
+            self._release(lease, is_read)
 
     def tick(self) -> None:
         """Sends due renewals, and `LeaseDone` messages that could not be sent before."""
         now_s = self._clock()
-        for request_id, lease in list(self._leases.items()):
+        for lease in list(self._leases.values()):
             if lease.is_read is not None:
-                self._release(request_id, lease, lease.is_read)
+                self._release(lease, lease.is_read)
             elif now_s >= lease.next_renewal_s:
                 self._renew(lease, now_s)
 
@@ -127,7 +129,7 @@ class RemoteLeases:
                 lease.until_s = now_s + lease.prompt.lease_seconds
                 holder.reconnects_left = MAX_RECONNECTS
 
-    def _release(self, request_id: str, lease: _RemoteLease, is_read: bool) -> None:
+    def _release(self, lease: _RemoteLease, is_read: bool) -> None:
         """Sends `LeaseDone` to connected ranks. Keeps ranks that may connect again, until the end of the lease."""
         now_s, waiting = self._clock(), list[_LeaseHolder]()
         for holder in lease.holders:
@@ -140,7 +142,7 @@ class RemoteLeases:
                 waiting.append(holder)
         lease.holders = tuple(waiting)
         if not waiting or now_s >= lease.until_s:
-            del self._leases[request_id]
+            del self._leases[id(lease)]
 
     def _reconnect(self, lease: _RemoteLease, holder: _LeaseHolder, now_s: float) -> None:
         """Replaces a lost connection by an existing or a new connection, at intervals while the lease lasts."""

@@ -8,6 +8,7 @@ module records the kept chunks and their deadlines, and decides when to touch th
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import or_
 from typing import Final, NamedTuple
 
 from hybridkv.connectors.config import KEEP_SHARE
@@ -27,7 +28,6 @@ EXPIRE_EVERY_S: Final = 1.0
 
 
 class _Kept(NamedTuple):
-    part: Part
     costs: tuple[int, ...]
     tiers: tuple[bool, ...]
     """For each tier, whether the chunk is kept there."""
@@ -68,26 +68,26 @@ class Keeper:
     def keep(self, chain: PrefixChain, seconds: float) -> None:
         """Keeps the prefix of an ended request for `seconds` from now on, in each tier whose share has room for it."""
         self._expire()
-        keys = chain.keys
-        costs = {part: self._costs(part) for part in keys}
-        more = [0] * len(self._tiers)
-        new = [part for part, key in keys.items() if key not in self._kept]
-        for part in new:
-            for tier, cost in enumerate(costs[part]):
-                more[tier] += cost
+        until_s = self._clock() + seconds
+        nowhere = (False,) * len(self._tiers)
+        chunks = {
+            key: self._kept.get(key) or _Kept(self._costs(part), nowhere, until_s) for part, key in chain.keys.items()
+        }
+        more = [
+            sum(chunk.costs[tier] for chunk in chunks.values() if not chunk.tiers[tier])
+            for tier in range(len(self._tiers))
+        ]
         capacities = [index.capacity_bytes for index in self._tiers.values()]
         fits = keep_in(self._kept_bytes, more, capacities, self.keep_share)
-        if len(self._kept) + len(new) > MAX_KEPT:
-            fits = (False,) * len(fits)
-        for name, is_kept in zip(self._tiers, fits, strict=True):
+        if len(self._kept.keys() | chunks.keys()) > MAX_KEPT:
+            fits = nowhere
+        for tier, (name, is_kept) in enumerate(zip(self._tiers, fits, strict=True)):
             self._metrics.kept(name, is_kept)
-        until_s = self._clock() + seconds
-        for part, key in keys.items():
-            known = self._kept.get(key)
-            if known is not None:
-                self._kept[key] = known._replace(until_s=max(known.until_s, until_s))
-            elif any(fits):
-                self._add(key, _Kept(part, costs[part], fits, until_s))
+            self._kept_bytes[tier] += more[tier] * is_kept
+        for key, chunk in chunks.items():
+            tiers = tuple(map(or_, chunk.tiers, fits))
+            if any(tiers):
+                self._kept[key] = _Kept(chunk.costs, tiers, max(chunk.until_s, until_s))
 
     @property
     def ram_bytes_left(self) -> int:
@@ -97,11 +97,6 @@ class Keeper:
     def _costs(self, part: Part) -> tuple[int, ...]:
         num_bytes = self._layout.chunk_bytes(*part)
         return tuple(index.cost(num_bytes) for index in self._tiers.values())
-
-    def _add(self, key: bytes, kept: _Kept) -> None:
-        self._kept[key] = kept
-        for tier, cost in enumerate(kept.costs):
-            self._kept_bytes[tier] += cost * kept.tiers[tier]
 
     def _expire(self) -> None:
         now_s = self._clock()
