@@ -85,6 +85,16 @@ def test_a_valid_configuration_has_no_problem(tiers: list[object]) -> None:
             },
             ["kv_connector_extra_config.connectors[0].kv_connector_extra_config.connector:"],
         ),
+        (
+            {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+            | {"kv_connector_extra_config": {"connectors": [{**MULTI, "kv_connector_extra_config": [1]}]}},
+            ["kv_connector_extra_config.connectors[0].kv_connector_extra_config: expected an object, got [1]"],
+        ),
+        (
+            {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+            | {"kv_connector_extra_config": {"connectors": [transfer(3)]}},
+            ["kv_connector_extra_config.connectors[0].kv_connector_extra_config: expected an object, got 3"],
+        ),
         ("{", ["the argument: expected JSON"]),
         ("[1]", ["[1]: expected a readable file"]),
     ],

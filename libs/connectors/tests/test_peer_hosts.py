@@ -46,6 +46,10 @@ def test_an_entry_allows_ipv4_addresses_in_both_forms(entry: str, host: str) -> 
     assert "10.0.1.5" not in allowed and "::ffff:10.0.1.5" not in allowed and "::a00:5" not in allowed
 
 
+def test_a_zone_in_an_entry_allows_no_address_without_it() -> None:
+    assert "1.2.3.4" not in AllowedHosts(["::ffff:1.2.3.4%eth0"])
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "169.254.169.254", "kv-2", "10.1"])
 def test_another_host_reaches_no_rank_and_is_counted(host: str) -> None:
     metrics = NixlMetrics()

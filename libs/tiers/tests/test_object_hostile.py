@@ -23,6 +23,7 @@ from hybridkv.tiers.object.bodies import ReadMemoryLimit
 from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.manifests.epochs import next_epoch
 from hybridkv.tiers.object.manifests.reader import Quarantine
 from hybridkv.tiers.object.names import MANIFEST_EVERY, cache_name, epoch_name, manifest_name, namespace_of, prefix_of
@@ -445,6 +446,42 @@ def test_a_reset_before_the_store_is_reached_hides_older_chunks(s3: PlayedS3) ->
         assert loaded(s3, keys) is None
     finally:
         resetting.close()
+
+
+def reset_unreached(s3: PlayedS3) -> ObjectIndex:
+    """Index that resets while the store refuses all requests."""
+    s3.trouble = lambda request: Trouble(503)
+    options = msgspec.structs.replace(OPTIONS, opening_timeout_s=0.1, close_timeout_s=patience.seconds(1))
+    place = StoreLocation("s3://fleet", s3.settings(), b"s")
+    resetting = open_index(place, FINGERPRINT, 1, options, time.monotonic, clears_all=True)
+    resetting.clear()
+    return resetting
+
+
+def test_a_close_waits_for_the_mark_of_a_reset_before_the_store_was_reached(
+    s3: PlayedS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = path_of(5)
+    stored(s3, keys)
+    resetting, refusals = reset_unreached(s3), [503]
+
+    def refuse_one_mark(request: Request) -> Trouble | None:
+        is_mark = request.method == "PUT" and request.name == mark_name()
+        return Trouble(refusals.pop()) if is_mark and refusals else None
+
+    s3.trouble = refuse_one_mark
+    patience.wait_until(lambda: resetting._client.namespace is not None, "the store is reached")
+    resetting.close()
+    assert not refusals and mark_name() in s3.objects
+    assert loaded(s3, keys) is None
+    assert "a reset is not in the object store" not in caplog.text
+
+
+def test_a_reset_that_does_not_reach_the_store_is_a_warning_at_the_end(
+    s3: PlayedS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    reset_unreached(s3).close()
+    assert "a reset is not in the object store" in caplog.text
 
 
 def test_epochs_go_on_ahead_of_the_clock() -> None:

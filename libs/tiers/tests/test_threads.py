@@ -137,7 +137,7 @@ def test_a_call_that_was_accepted_during_a_close_runs(monkeypatch: pytest.Monkey
     closing = threading.Thread(target=thread.close)
     outcome = thread.submit(lambda: 1)
     closing.join()
-    assert thread.has_ended(TIMEOUT_S)
+    assert thread.wait_until_ended(TIMEOUT_S)
     assert outcome is not None and outcome.value == 1
 
 

@@ -174,7 +174,11 @@ def connectors_of(
         problems.append(SettingProblem("warning", "kv_connector", expected, repr(name), hint))
         return
     for i, (connector, transfer) in enumerate(entries):
-        path = f"{ROOT}.connectors[{i}]."
+        path, extra = f"{ROOT}.connectors[{i}].", transfer.get(ROOT)
+        if connector in MODULES and extra is not None and not isinstance(extra, Mapping):
+            hint = "leave it out if it is empty"
+            problems.append(SettingProblem("error", path + ROOT, "an object", repr(extra), hint))
+            continue
         if connector == MULTI_CONNECTOR:  # a child of vLLM's MultiConnector
             found_in_child: list[SettingProblem] = []
             for child_path, name_in_child, child_transfer in connectors_of(transfer, found_in_child, transfer_keys):

@@ -68,7 +68,7 @@ def default_hosts(*own: str | None) -> tuple[str, ...]:
 def _network(entry: str) -> _Network:
     """Network of an entry, as IPv4 if it is IPv4-mapped. Raises `ValueError` if the entry is no network."""
     network = ipaddress.ip_network(entry)
-    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
+    if isinstance(network, ipaddress.IPv6Network) and "%" not in entry and network.subnet_of(_MAPPED):
         return ipaddress.IPv4Network((network.network_address.ipv4_mapped, network.prefixlen - _MAPPED.prefixlen))
     return network
 

@@ -195,8 +195,9 @@ class Operations:
 
         `found` must be the hit of one rank.
 
-        `on_settled` is called once, when the server writes no more and the locks are released: at the end, or after a
-        late answer. Without an answer `on_settled` is not called: the pages stay in use until the pool is recreated.
+        `on_settled` is called once. If the call was not sent: at its end. Otherwise when the server writes no more and
+        the locks are released: at the end, or after a late answer. Without an answer `on_settled` is not called: the
+        pages stay in use until the pool is recreated.
         """
         ready = self._mover(pages)
         if isinstance(ready, CallFailure):
@@ -209,9 +210,12 @@ class Operations:
         key = self._key(ready, found.prefix, found.rank, (start_chunk, found.num_chunks), found.session)
 
         def finish(is_sent: bool) -> None:
-            # The server releases the locks of the chunks that it is asked to read.
-            num_locked = start_chunk if is_sent else found.num_chunks
-            self._free(found, (0, num_locked), max(timeout_s, 1.0), on_settled)
+            if is_sent:
+                # The server releases the locks of the chunks that it is asked to read.
+                self._free(found, (0, start_chunk), max(timeout_s, 1.0), on_settled)
+            else:
+                on_settled()  # the server never had the pages
+                self.release(found)
 
         def count(ended: CallResult[None]) -> None:
             self._count("retrieve", ended, retrieved_chunks=found.num_chunks - start_chunk)

@@ -102,8 +102,8 @@ def open_medium(
             transport = addresses.make_transport(name)
         except PeersConfigurationError as error:
             raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
-        undo.callback(transport.close, CLOSE_S)
         reader = PeerReader(transport, view, options, clock)
+        undo.callback(reader.close, has_thread_ended=True)
         capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
         identity, callbacks = NodeIdentity(description, capability), NodeCallbacks(RankSeals(memory), reader)
         reader.node = PeerNode(loop, identity, callbacks, peers, options, clock, port_offset=1 + rank)

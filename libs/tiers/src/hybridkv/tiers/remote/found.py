@@ -34,7 +34,8 @@ class FoundPlaces(Generic[P]):
     """Found chunks that were not read yet.
 
     Args:
-        max_remembered: limit of places, with those that are gone: at least twice the largest number of chunks.
+        max_remembered: limit of remembered places, gone ones included. Must be at least twice the largest number of
+            chunks.
     """
 
     def __init__(self, max_remembered: int) -> None:

@@ -85,8 +85,10 @@ class EpochTracker:
         """Namespace of manifests. Changes in the step of the loop that forgets the old epoch."""
         self._must_begin_next = False
         """True if a reset came before the store was reached."""
+        self._is_written = True
+        """False if a reset of this engine has no mark in the store yet."""
         self._lock = threading.Lock()
-        """Protects `_epoch`, `namespace` and `_must_begin_next`, which both threads change."""
+        """Protects the attributes above but `manifest_namespace`: both threads change them."""
         self.takes_objects = False
         self._opened: Future[None] = Future()
         self._is_only_read = False
@@ -109,12 +111,18 @@ class EpochTracker:
         """Switch new packs to a new epoch, and return its number. Call `reset` on the loop afterwards. None if the
         store was not reached yet: then the epoch begins when it is reached."""
         with self._lock:
+            self._is_written = False
             if self.namespace is None:
                 self._must_begin_next = True
                 return None
             epoch = self._epoch = next_epoch(self._epoch, time.time())
             self.namespace = namespace_of(self._cache, epoch)
         return epoch
+
+    def warn_of_lost_reset(self) -> None:
+        """Log a warning if the mark of a reset was not written. Call after the loop has ended."""
+        if not self._is_written:
+            logger.warning("a reset is not in the object store: other engines still find chunks of before the reset")
 
     # On the loop.
 
@@ -135,7 +143,7 @@ class EpochTracker:
                 epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
                 self._enter(epoch)
                 if epoch < self._epoch:  # a new epoch began, or the mark expired or was overwritten
-                    await self._begin_epoch(self._epoch)
+                    await self._loop.spawn(self._begin_epoch(self._epoch), is_write=True)
             except Exception as error:
                 if isinstance(error, TierConfigurationError) and not self._opened.done():
                     self._opened.set_exception(error)
@@ -175,6 +183,8 @@ class EpochTracker:
                 return
             if is_first and self._must_begin_next:
                 epoch = next_epoch(epoch, time.time())
+            elif not is_first:
+                self._is_written = True  # the later epoch of another engine hides the same chunks
             self._epoch = epoch
             self.namespace = self.manifest_namespace = namespace_of(self._cache, epoch)
         if is_first:
@@ -190,3 +200,6 @@ class EpochTracker:
             await begin_epoch(self._store, self._seals, self._cache, epoch)
         except Exception as error:
             self._loop.log_failure("reset", error)
+            return
+        with self._lock:
+            self._is_written = self._is_written or epoch == self._epoch
