@@ -79,7 +79,7 @@ class Keeper:
         ]
         capacities = [index.capacity_bytes for index in self._tiers.values()]
         fits = keep_in(self._kept_bytes, more, capacities, self.keep_share)
-        if len(self._kept.keys() | chunks.keys()) > MAX_KEPT:
+        if len(self._kept) + sum(key not in self._kept for key in chunks) > MAX_KEPT:
             fits = nowhere
         for tier, (name, is_kept) in enumerate(zip(self._tiers, fits, strict=True)):
             self._metrics.kept(name, is_kept)
