@@ -117,8 +117,8 @@ class ManifestStore:
         self._loop.post(self._forget if epoch is None else partial(self._reset, epoch))
 
     def close(self) -> None:
-        """Close. Manifests and marks being written get `close_timeout_s` to finish. A reset without its mark is a warning in
-        the log."""
+        """Close. Manifests and marks being written get `close_timeout_s` to finish. Logs a warning if a
+        reset has no mark then."""
         self._loop.post(self._searcher.drop_waiting)
         self._loop.close(self._options.close_timeout_s)
         self._epochs.warn_of_lost_reset()
