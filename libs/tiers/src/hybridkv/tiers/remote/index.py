@@ -348,12 +348,20 @@ class RemoteIndex(Generic[P]):
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         self._poll_events()
-        if self._tracker.is_empty and not self.num_keys:
+        if self._knows_none(keys):  # usual for a new prompt, and faster than key by key
             return None
         for place in range(len(keys) - 1, -1, -1):
             if self._answer(keys[place]) is not _MISS:
                 return place
         return None
+
+    def _knows_none(self, keys: Iterable[Key]) -> bool:
+        """True if none of these keys is found, held, or in an open lookup."""
+        return (
+            self._found.by_key.keys().isdisjoint(keys)
+            and self._ledger.by_key.keys().isdisjoint(keys)
+            and not self._tracker.has_any(keys)
+        )
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         self._poll_events()

@@ -71,10 +71,9 @@ class LookupTracker:
     def num_open_keys(self) -> int:
         return len(self._number_of)
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no key is open."""
-        return not self._number_of
+    def has_any(self, keys: Iterable[Key]) -> bool:
+        """True if one of these keys is open."""
+        return not self._number_of.keys().isdisjoint(keys)
 
     def is_pending(self, key: Key) -> bool:
         """True if a key is open and its deadline has not passed."""

@@ -129,6 +129,10 @@ class StackView:
         if not tiers:
             return
         timed_out_keys = self._timed_out_keys
+        if not timed_out_keys and self.last_held(keys) is None:  # usual for a new prompt, and faster than key by key
+            for tier in tiers:
+                tier.start_lookup(keys, now_s, hinted)
+            return
         # Computed before the first lookup is sent, because a lookup makes its keys PENDING. Includes keys in an open
         # lookup of one tier: the other tiers may not have looked them up.
         unknown = [
