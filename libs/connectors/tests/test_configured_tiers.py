@@ -69,7 +69,7 @@ def test_a_start_logs_the_size_of_the_index_of_host_memory(caplog: pytest.LogCap
     config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 20),))
     with caplog.at_level(logging.INFO):
         tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), replace(SIZES, smallest_chunk_bytes=5000))
-    assert "host memory: index of 128 records takes up to" in caplog.text
+    assert "host memory: index of at most 128 records takes at most" in caplog.text
 
 
 def test_a_capacity_too_small_for_host_memory_is_refused_by_its_key() -> None:

@@ -220,7 +220,7 @@ def test_a_very_short_lease_is_renewed_with_a_pause() -> None:
 
     peer = SimpleNamespace(link=LinkId(1), is_open=True)
     links = (RankLink(0, True, 0, 1),)
-    peers: Any = SimpleNamespace(links_for_done=lambda count: links, get=lambda host, rank: peer)
+    peers: Any = SimpleNamespace(rank_links_for_done=lambda count: links, get=lambda host, rank: peer)
     control = ControlChannel(lambda host, port, name: LinkId(1), send, lambda link, why: None, lambda: None)
     kept = remote_leases.RemoteLeases(peers, control, lambda: now_s)
     prompt: Any = SimpleNamespace(host="h", ranks=(RankAddress(1, "n"),), lease="lease", lease_seconds=1e-9)

@@ -121,7 +121,7 @@ class Producer:
         control = ControlChannel(lambda host, port, name: LinkId(1), self._send, lambda link, why: None, lambda: None)
         self.remote_leases = RemoteLeases(cast(Any, self), control, lambda: self.now_s)
 
-    def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
+    def rank_links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
         return (RankLink(0, True, 0, 1),)
 
     def get(self, host: str, rank: RankAddress) -> ProducerConnection:

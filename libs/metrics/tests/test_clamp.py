@@ -35,7 +35,6 @@ def test_a_warning_names_the_source_and_sums_the_skipped_ones() -> None:
     clock.now_s = 61.0
     clamp.clamp("disk", -5)
     assert texts == [
-        "ram counted -7 tokens, taken as 0; 1 counts were below zero since the last such warning, -7 tokens together",
-        "disk counted -5 tokens, taken as 0; 2 counts were below zero since the last such warning, -105 tokens "
-        "together",
+        "ram counted -7, taken as 0; 1 counts were below zero since the last such warning, -7 together",
+        "disk counted -5, taken as 0; 2 counts were below zero since the last such warning, -105 together",
     ]

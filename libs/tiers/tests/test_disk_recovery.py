@@ -153,7 +153,7 @@ def test_a_snapshot_saves_reading_the_segments_that_it_covers(tmp_path: Path, ca
     with caplog.at_level("INFO", "hybridkv.tiers.disk"):
         index, media = opened(tmp_path / "store")
     [line] = [record.getMessage() for record in caplog.records if "opened in" in record.getMessage()]
-    assert "8 chunks" in line and "(0 of " in line
+    assert "8 records, " in line and "(0 of " in line
     end(index, media)
 
 

@@ -46,8 +46,8 @@ class TokenClamp:
         if self._warned_at_s is None or now_s - self._warned_at_s >= WARNING_INTERVAL_S:
             self._warned_at_s = now_s
             self._warn(
-                f"{source} counted {value} tokens, taken as 0; {self._num_clamped} counts were below zero since the "
-                f"last such warning, {-self._below_zero} tokens together"
+                f"{source} counted {value}, taken as 0; {self._num_clamped} counts were below zero since the "
+                f"last such warning, {-self._below_zero} together"
             )
             self._num_clamped, self._below_zero = 0, 0
         return 0, -value
@@ -114,7 +114,7 @@ class SelectionStats(msgspec.Struct, forbid_unknown_fields=True):
         """True if nothing was counted."""
         return all(counts == _EMPTY for counts in self.children.values())
 
-    def totals(self) -> dict[str, int | float]:
+    def nonzero_counts(self) -> dict[str, int | float]:
         """Nonzero counts by `<store>.<field>`, for a log line."""
         return {
             f"{name}.{field}": value

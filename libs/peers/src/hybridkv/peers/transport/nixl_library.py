@@ -57,7 +57,8 @@ def _prepare() -> None:
     if not _has_infiniband():
         # The ib module loads a libnl that crashes the process at exit. Without InfiniBand the module is not needed.
         os.environ.setdefault("UCX_MODULES", "^ib")
-    # Bound the cache of released registrations, which grows otherwise.
+    # UCX keeps registrations that the caller has released. This variable limits them; otherwise they grow without
+    # bound.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 

@@ -56,7 +56,8 @@ class Refused(_Message, frozen=True, tag="refused"):
 class RequestDigests(_Message, frozen=True, tag="request_digests"):
     """Request for the digests of some cells of a lease. The answer is `Digests` with the same `request`.
 
-    See `hybridkv.peers.digests.DigestRequest`. Only blocks that the lease holds are digested.
+    A cell is a block of the side with the smaller blocks, or a state. See `hybridkv.peers.digests.DigestRequest`. Only
+    blocks that the lease holds are digested.
     """
 
     request: Natural
@@ -100,7 +101,7 @@ class LeaseDone(_Message, frozen=True, tag="done"):
 
 
 class RequestMessage(_Message, frozen=True, tag="question"):
-    """Request of the connection's owners. This layer does not interpret `body`."""
+    """Request of the code that uses the connection. This layer does not interpret `body`."""
 
     request: Natural
     body: bytes
@@ -114,7 +115,7 @@ class Reply(_Message, frozen=True, tag="reply"):
 
 
 class Notice(_Message, frozen=True, tag="notice"):
-    """One-way message of the connection's owners, without a reply."""
+    """One-way message of the code that uses the connection. It has no reply."""
 
     body: bytes
 
@@ -145,7 +146,7 @@ Message: TypeAlias = (
     | Reply
     | Notice
 )
-"""Messages between the owners of a connection."""
+"""Messages of the code that uses a connection. The connection itself sends `Hello` and `Bye`."""
 
 WireMessage: TypeAlias = Message | Hello | Bye
 

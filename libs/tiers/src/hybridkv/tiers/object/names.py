@@ -1,5 +1,5 @@
-"""Names of objects. If the fleet has a secret, a name reveals nothing about a prompt, and cannot be computed without
-the secret.
+"""Names of objects. If the fleet has a secret, the name of a cache or of a namespace cannot be computed without it. The
+last part of a manifest's name is a digest of the prefix hash, and does not depend on the secret.
 
 <namespace>/p/<pack>/<rank>      chunks of one group, back to back
 <namespace>/m/<prefix>           manifest of a prefix
@@ -48,7 +48,7 @@ def namespace_of(cache: str, epoch: int) -> str:
 
 
 def prefix_of(key: Key) -> bytes:
-    """Prefix hash of a key. A key without a tag is its own prefix hash."""
+    """Prefix hash of a key. A key of at most `TAG_BYTES` bytes has no tag: returns the whole key."""
     return key[TAG_BYTES:] or key
 
 

@@ -37,11 +37,11 @@ class _PeerLookup:
     others_due_s: float = math.inf
     """Time at which a hinted lookup is sent to the listed peers; infinite after that."""
     is_to_listed: bool = True
-    """True if the lookup was sent to peers that no hint names. If False and no peer answers, the breaker of the tier
+    """True if the lookup was sent to peers outside `hinted`. If False and no peer answers, the breaker of the tier
     does not count a timeout."""
     has_answer: bool = False
     has_listed_answer: bool = False
-    """True if a peer that no hint names has answered. If False, keys that were not found are not remembered as missing.
+    """True if a peer outside `hinted` has answered. If False, keys that were not found are not remembered as missing.
     """
     no_longer_awaited: dict[PeerId, tuple[Key, ...]] = field(default_factory=dict)
     """Hinted peers for which the lookup does not wait any more, and the keys that were sent to each. A late answer is
@@ -65,9 +65,9 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         """Lookups that at least one peer has not answered."""
         self._hinted: tuple[PeerId, ...] = ()
         """Hinted peers of the lookup that is being started."""
-        self._others_due_s = math.inf
+        self._starting_others_due_s = math.inf
         """`others_due_s` of the lookup that is being started."""
-        self._due_s = math.inf
+        self._next_others_due_s = math.inf
         """Next time at which a hinted lookup may be due for the listed peers."""
         self._backoff_until_s: dict[PeerId, float] = {}
         """Peers that did not answer a hinted lookup in time, and the time until which they get no hinted lookup."""
@@ -79,7 +79,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         now_s = self._clock()
         peers = dict.fromkeys(map(self._client.peer_at, addresses))
         self._hinted = tuple(peer for peer in peers if self._backoff_until_s.get(peer, now_s) <= now_s)
-        self._others_due_s = now_s + _HINTED_SHARE * max(0.0, deadline_s - now_s)
+        self._starting_others_due_s = now_s + _HINTED_SHARE * max(0.0, deadline_s - now_s)
         try:
             self.start_lookup(keys, deadline_s)
         finally:
@@ -93,8 +93,10 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         send = self._client.send_hinted_lookup
         hinted = [peer for peer in self._hinted if send(peer, number, sent, self._hinted)]
         if hinted:
-            lookup = _PeerLookup(dict.fromkeys(hinted, sent), until_s, frozenset(hinted), self._others_due_s, False)
-            self._due_s = min(self._due_s, self._others_due_s)
+            lookup = _PeerLookup(
+                dict.fromkeys(hinted, sent), until_s, frozenset(hinted), self._starting_others_due_s, False
+            )
+            self._next_others_due_s = min(self._next_others_due_s, self._starting_others_due_s)
         else:
             lookup = _PeerLookup({}, until_s)
             self._send_to_listed(number, lookup, sent)
@@ -103,7 +105,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         return bool(lookup.waiting)
 
     def _send_to_listed(self, number: int, lookup: _PeerLookup, keys: tuple[Key, ...]) -> None:
-        """Send a lookup of these keys to all ready listed peers that the hint does not name."""
+        """Send a lookup of these keys to all ready listed peers that are not in `lookup.hinted`."""
         lookup.others_due_s = math.inf
         for peer in self._client.ready() if keys else ():
             if peer not in lookup.hinted and self._client.send_lookup(peer, number, keys):
@@ -116,11 +118,11 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         while self._events:
             self._on_event(self._events.popleft())
         # Before the base class handles timeouts: a hinted peer without an answer does not count as a timeout.
-        if self._due_s < math.inf and self._due_s <= (now_s := self._clock()):
+        if self._next_others_due_s < math.inf and self._next_others_due_s <= (now_s := self._clock()):
             for number, lookup in list(self._lookups.items()):
                 if lookup.others_due_s <= now_s:
                     self._pass_over_hint(number, lookup, now_s)
-            self._due_s = min((lookup.others_due_s for lookup in self._lookups.values()), default=math.inf)
+            self._next_others_due_s = min((lookup.others_due_s for lookup in self._lookups.values()), default=math.inf)
         super()._poll_events()
 
     def _pass_over_hint(self, number: int, lookup: _PeerLookup, now_s: float) -> None:

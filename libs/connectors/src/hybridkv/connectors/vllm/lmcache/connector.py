@@ -46,7 +46,8 @@ class HybridLMCacheConnector(StoreConnector):
 
     _plan_type = LMCachePlan
     has_bounded_lookups = True
-    """A lookup ends within milliseconds, at `lookup_timeout_seconds`, or at once if the server is down."""
+    """A lookup normally ends within milliseconds. It ends at `lookup_timeout_seconds` at the latest, and at once if the
+    server is down."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -92,7 +92,7 @@ class MultiStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Totals for the periodic log line. The child's name is a prefix of each key."""
-        reduced = self.selection.totals()
+        reduced = self.selection.nonzero_counts()
         for name, (_, stats) in self.children.items():
             reduced |= {f"{name}.{key}": value for key, value in stats.reduce().items()}
         return reduced

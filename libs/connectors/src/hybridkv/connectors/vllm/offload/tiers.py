@@ -166,7 +166,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
     except TierConfigurationError as error:
         raise _of_tier(config, "ram", error) from error
     logger.info(
-        "HybridOffloadConnector: host memory: index of %d records takes up to %.1f MiB",
+        "HybridOffloadConnector: host memory: index of at most %d records takes at most %.1f MiB",
         primary.max_keys,
         primary.max_index_bytes / 2**20,
     )

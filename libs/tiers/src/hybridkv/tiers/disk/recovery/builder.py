@@ -95,8 +95,8 @@ def _build_store(
     except OSError as error:
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
-        "disk tier in %s: index of %d records takes up to %.1f MiB; %d chunks, %.1f MiB of %.1f MiB used, "
-        "opened in %.2f s (%d of %d segments and %d changes read)",
+        "disk tier in %s: index of at most %d records takes at most %.1f MiB; now %d records, %.1f MiB of %.1f MiB "
+        "used, opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
         records.max_keys,
         records.max_index_bytes / 2**20,
@@ -112,7 +112,8 @@ def _build_store(
 
 
 def _recover(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> FoundStore:
-    """Recover the store, log other caches and unknown files, and remove half-written files."""
+    """Recover the store. If it has no segments, log how the most similar other cache differs. Log unknown files, and
+    remove half-written files."""
     try:
         found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
         if not found.segments:
@@ -172,7 +173,8 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
 def _write_epoch(files: StoreFiles, found: FoundStore) -> Epoch:
     is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_success
     if found.is_restarted and is_written:
-        # The restarted numbers assign the same addresses again, so old journal entries would withdraw new records.
+        # Segment numbers start again, so new records get addresses of old records. Old journal entries would withdraw
+        # the new records.
         with contextlib.suppress(OSError):
             files.namespace.directory.remove_file(JOURNAL_NAME)
     return Epoch(found.epoch, is_written)

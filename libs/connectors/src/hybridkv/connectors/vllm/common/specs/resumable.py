@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-EXCEPTION_KEY = "without_prefix_caching"
+WITHOUT_PREFIX_CACHING_KEY = "without_prefix_caching"
 """Key of `kv_connector_extra_config`: the operator states that prefix caching is off on purpose."""
 
 UNRESUMABLE_ARCHITECTURES = {
-    "UnlimitedOCRForCausalLM": "its output attends only to a window of its output, so a block depends on where the "
-    "prompt ended, with every attention backend"
+    "UnlimitedOCRForCausalLM": "an output token attends to the whole prompt, but only to a window of the output, so "
+    "the KV of a block depends on where the prompt ended, with every attention backend"
 }
 BATCH_VARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Attention backends that are not batch-invariant after a resumed prefix."""
@@ -49,13 +49,13 @@ class RefusalReason(enum.Enum):
 
     SPEC = "a spec that cannot be resumed"
     UNKNOWN = "a spec, or a field of one, that hybridkv does not know"
-    GROUP = "a group with blocks that the engine itself moves"
+    GROUP = "a group whose blocks are in another pool, or are filled by the engine itself"
     ENCODER_DECODER = "an encoder beside the decoder"
     ENCODER_ONLY = "an instance that runs a multimodal encoder alone"
     DIFFUSION = "tokens that are rewritten until they are final"
-    POOLING = "an answer that is pooled from more than a prefix stores"
+    POOLING = "an answer that needs more than the end of the prompt, or attention in both directions"
     ARCHITECTURE = "a model that vLLM knows cannot resume"
-    MLA_ON_CPU = "latent attention without AMX"
+    MLA_ON_CPU = "latent attention on a CPU, with kernels that cannot resume a prefix"
     RISC_V = "vLLM's kernels for RISC-V"
     BATCH_INVARIANT = "batch invariance with a backend that loses it after a resumed prefix"
     CHUNKED_PREFILL_OFF = "a prompt that must be computed in one piece"
@@ -234,7 +234,7 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
             f"vLLM's reference kernels for CPUs ({found}{_backend_option(machine)}), for which it switches prefix "
             "caching off",
             "start without hybridkv, or on a CPU with AMX and without --attention-backend CPU_MLA; "
-            f"{EXCEPTION_KEY} does not help",
+            f"{WITHOUT_PREFIX_CACHING_KEY} does not help",
         )
     if machine.device == "cpu" and machine.architecture == "RISCV":
         yield ResumeRefusal(
@@ -242,7 +242,7 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
             "enable_prefix_caching",
             "a CPU on which vLLM can resume a prefix",
             "RISC-V, for which vLLM switches prefix caching and chunked prefill off",
-            f"start without hybridkv; {EXCEPTION_KEY} does not help",
+            f"start without hybridkv; {WITHOUT_PREFIX_CACHING_KEY} does not help",
         )
     unfit = sorted(machine.backends & BATCH_VARIANT_BACKENDS)
     if switches.batch_invariant and unfit:
@@ -276,7 +276,7 @@ def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
             "on: the tokens after a restored prefix are a later piece of a prompt",
             "off, by the operator or because vLLM knows that this model or machine cannot compute a prompt in pieces",
             "remove --no-enable-chunked-prefill; if it was not given, start without hybridkv; "
-            f"{EXCEPTION_KEY} does not help",
+            f"{WITHOUT_PREFIX_CACHING_KEY} does not help",
         )
     if not switches.prefix_caching and not switches.is_excepted:
         yield ResumeRefusal(
@@ -284,8 +284,9 @@ def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
             "enable_prefix_caching",
             "on: hybridkv resumes prefixes only if vLLM itself does",
             "off, and vLLM does not tell whether the operator or a model that cannot resume is the reason",
-            "start with --enable-prefix-caching; if vLLM's log does not say that it was switched off and you know that "
-            f'this model resumes prefixes exactly, set "{EXCEPTION_KEY}": true in {ROOT}',
+            f'start with --enable-prefix-caching; or set "{WITHOUT_PREFIX_CACHING_KEY}": true in {ROOT}, but only if '
+            "vLLM's log does not say that vLLM switched prefix caching off, and you know that this model resumes "
+            "prefixes exactly",
         )
 
 

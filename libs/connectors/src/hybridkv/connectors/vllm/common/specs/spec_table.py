@@ -164,7 +164,8 @@ KNOWN: Mapping[str, SpecClass] = {
     "RSWASpec": SpecClass(
         "FullAttentionSpec",
         {"rswa_window": _SIZE},
-        refused="the output attends only to a window of the output, so a block depends on where the prompt ended",
+        refused="an output token attends to the whole prompt, but only to a window of the output, so the KV of a block "
+        "depends on where the prompt ended",
     ),
     "SinkFullAttentionSpec": SpecClass(
         "FullAttentionSpec",

@@ -124,7 +124,7 @@ class Agent:
         self._connections = ProducerConnections(server_options.description, transport, control, options.max_links)
         self._reads = ReadManager(memory, self._connections, transport, control, metrics, options)
         self._remote_leases = RemoteLeases(self._connections, control, options.clock)
-        self._connections.in_use = lambda: self._reads.links | self._remote_leases.links
+        self._connections.find_links_in_use = lambda: self._reads.links | self._remote_leases.links
         self._backlog = Backlog()
         self._lock = threading.Lock()
         self._results = AgentResults()

@@ -39,7 +39,7 @@ _CLOSED = {
 class ConnectionState(enum.Enum):
     """State of a connection."""
 
-    CONNECTING = "it is not open, or the other side has not sent its description"
+    CONNECTING = "it is not open, or the other side has not yet sent its description and accepted ours"
     READY = "both sides are compatible"
     OVER = "it ended, it failed, or the sides are not compatible"
 
@@ -102,25 +102,26 @@ class ProducerConnections:
         self._by_address: dict[tuple[str, int, str], ProducerConnection] = {}
         """In LRU order: the most recently used is the last."""
         self._by_link: dict[LinkId, ProducerConnection] = {}
-        self._links: dict[int, tuple[RankLink, ...] | None] = {}
+        self._rank_links: dict[int, tuple[RankLink, ...] | None] = {}
         self._fresh: set[LinkId] = set()
-        """Connections that were requested in this turn, so `in_use` may not return them yet."""
-        self.in_use: Callable[[], set[LinkId]] = set
+        """Connections that were requested in this turn, so `find_links_in_use` may not return them yet."""
+        self.find_links_in_use: Callable[[], set[LinkId]] = set
         """Returns the connections of running reads and of leases."""
 
-    def links_to(self, num_ranks: int) -> tuple[RankLink, ...] | None:
-        """Links to the ranks of a producer, for reads and `LeaseDone`. None if the sizes are incompatible."""
-        if num_ranks not in self._links:
+    def rank_links_for(self, num_ranks: int) -> tuple[RankLink, ...] | None:
+        """Ranks of a producer that this rank reads from or sends `LeaseDone` to. None if the tensor-parallel sizes are
+        incompatible. Opens no connection."""
+        if num_ranks not in self._rank_links:
             ours = self._ours
-            self._links[num_ranks] = rank_links(ours.total_heads, ours.tp_size, ours.rank, num_ranks)
-        return self._links[num_ranks]
+            self._rank_links[num_ranks] = rank_links(ours.total_heads, ours.tp_size, ours.rank, num_ranks)
+        return self._rank_links[num_ranks]
 
-    def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
-        """Like `links_to`. If the sizes are incompatible: links to ranks to which this rank only sends `LeaseDone`."""
-        return self.links_to(num_ranks) or release_links(self._ours.tp_size, self._ours.rank, num_ranks)
+    def rank_links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
+        """Like `rank_links_for`. If the sizes are incompatible: ranks to which this rank only sends `LeaseDone`."""
+        return self.rank_links_for(num_ranks) or release_links(self._ours.tp_size, self._ours.rank, num_ranks)
 
-    def explain_no_links(self, num_ranks: int) -> str:
-        """Text that explains why `links_to` is None."""
+    def explain_no_rank_links(self, num_ranks: int) -> str:
+        """Text that explains why `rank_links_for` is None."""
         layers = (layer for group in self._ours.groups for layer in group.layers)
         whole = next((f" ({each.name})" for each in layers if any(not p.total_heads for p in each.pieces)), "")
         ours = self._ours.tp_size
@@ -139,17 +140,18 @@ class ProducerConnections:
         return peer
 
     def end_turn(self) -> None:
-        """Ends a turn. A connection requested in this turn is in `in_use` now, or is not used."""
+        """Ends a turn. A connection requested in this turn is returned by `find_links_in_use` now, or is not used."""
         self._fresh.clear()
 
     def _make_room(self) -> None:
         """Ends the least recently used open connection that is not in use, if `max_links` is reached.
 
-        If all connections are in use, the control loop refuses the new connection with `TOO_MANY`.
+        If it ends none, the control loop closes the oldest connection that is not open, or refuses the new connection
+        with `TOO_MANY` if all are open.
         """
         if len(self._by_link) < self._max_links:
             return
-        used = self.in_use() | self._fresh
+        used = self.find_links_in_use() | self._fresh
         idle = next((peer for peer in self._by_address.values() if peer.is_open and peer.link not in used), None)
         if idle is not None:
             logger.debug("peer %s at %s:%d makes room for another", idle.address[2], *idle.address[:2])
@@ -177,7 +179,7 @@ class ProducerConnections:
                 peer.state = ConnectionState.READY
         elif isinstance(message, Refused):
             said = Incompatibility(message.field, message.theirs, message.ours, message.hint)
-            self._refuse(peer, str(said))
+            self._mark_incompatible(peer, str(said))
         else:
             return False
         return True
@@ -189,19 +191,19 @@ class ProducerConnections:
         theirs = decode(message.description)
         agreement = compare(self._ours, theirs) if isinstance(theirs, Description) else theirs
         if isinstance(agreement, Incompatibility):
-            self._refuse(peer, str(agreement))
+            self._mark_incompatible(peer, str(agreement))
             return
         remote = self._transport.attach(message.capability)
         if isinstance(remote, TransferFailed):
-            self._refuse(peer, f"{remote.reason}: {remote.detail}")
+            self._mark_incompatible(peer, f"{remote.reason}: {remote.detail}")
             return
         peer.exchange, peer.remote = Exchange(agreement), remote
 
     def sever(self, peer: ProducerConnection) -> None:
-        """Ends a connection, so that a transfer that does not end is ended, or because the transport has closed the
-        peer."""
+        """Ends a connection, to end a transfer that does not end, or because the transport has closed the peer."""
         if peer.state is not ConnectionState.OVER:
-            self._fail(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
+            detail = "a transfer did not end, or the transport has closed the peer"
+            self._fail(peer, NixlLoadFailure("timeout", detail), CloseReason.DONE)
 
     def closed(self, link: LinkId, reason: CloseReason) -> None:
         """Handles the end of a connection."""
@@ -211,7 +213,7 @@ class ProducerConnections:
         detail = f"the connection to {peer.address[0]}:{peer.address[1]} ended: {reason}"
         self._forget(peer, NixlLoadFailure(_CLOSED.get(reason, "gone"), detail))
 
-    def _refuse(self, peer: ProducerConnection, detail: str) -> None:
+    def _mark_incompatible(self, peer: ProducerConnection, detail: str) -> None:
         """Marks a rank as incompatible. The connection stays open, to keep the refusal and to send `LeaseDone`."""
         if peer.state is not ConnectionState.OVER:
             logger.warning("peer %s at %s:%d is incompatible: %.500r", peer.address[2], *peer.address[:2], detail)

@@ -138,11 +138,11 @@ class ReadManager:
 
     def _begin(self, load: PromptLoad) -> None:
         prompt = load.prompt
-        links = self._peers.links_to(len(prompt.ranks))
+        links = self._peers.rank_links_for(len(prompt.ranks))
         if load.refused is not None:
             self._report(load, NixlLoadFailure("other", load.refused))
         elif links is None:
-            self._report(load, NixlLoadFailure("refused", self._peers.explain_no_links(len(prompt.ranks))))
+            self._report(load, NixlLoadFailure("refused", self._peers.explain_no_rank_links(len(prompt.ranks))))
         else:
             # The next tick advances the read.
             self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])

@@ -86,7 +86,7 @@ class RemoteLeases:
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
         """Starts to renew a lease. Connects to the producer now, because the load will need the connection."""
-        links = self._peers.links_for_done(len(prompt.ranks))
+        links = self._peers.rank_links_for_done(len(prompt.ranks))
         holders = tuple(_LeaseHolder(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
         self._leases[request_id] = _RemoteLease(
