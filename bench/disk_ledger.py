@@ -54,7 +54,7 @@ def bytes_a_record(count: int) -> float:
     """Memory of one record in the table. Needs a process that has done nothing else."""
     num_segments = -(-count // RECORDS_A_SEGMENT)
     sizes = SimpleNamespace(
-        room_bytes=SEGMENT_BYTES,
+        segment_room_bytes=SEGMENT_BYTES,
         usable_bytes=num_segments * SEGMENT_BYTES,
         max_records=count,
         num_ranks=1,

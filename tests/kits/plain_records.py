@@ -172,7 +172,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
         self._record_space = _RecordSpace(segments, log)
         self.log = log
         order: EvictionPolicy[PlainRecord] = LruPolicy()
-        largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
+        largest_bytes = min(sizes.segment_room_bytes, sizes.usable_bytes)
         super().__init__(
             self._record_space, order, sizes.usable_bytes, self._record_space, largest_bytes, sizes.max_records
         )

@@ -40,7 +40,7 @@ def count_everything(catalogue: Catalogue) -> Counts:
 def main() -> None:
     registry = CollectorRegistry()
     classes = [partial(metric_class, registry=registry) for metric_class in (Counter, Gauge, Histogram)]
-    catalogues = (CATALOGUE, CATALOGUE.configured("connector", STORES))
+    catalogues = (CATALOGUE, CATALOGUE.only_with_label("connector", STORES))
     sinks = [(catalogue, PrometheusSink(catalogue, *classes, ENGINE_LABELS, ENGINES)) for catalogue in catalogues]
 
     class Handler(BaseHTTPRequestHandler):

@@ -68,7 +68,7 @@ class LateDigesting:
         """True at random."""
         return self._random.random() < 0.5
 
-    def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
+    def start_digests(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
         if self._random.random() < 0.05:
             return None
         return LateOutcome(lambda: self._memory.digests(runs), self._random.choice((0, 0, 1, 3)))

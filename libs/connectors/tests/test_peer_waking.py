@@ -40,27 +40,27 @@ def test_few_bytes_are_digested_inline_and_more_on_a_thread_that_wakes_the_agent
     page = (np.arange(INLINE_DIGEST_BYTES + 1) % 251).astype(np.uint8)
     memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
-    taker = DigestThread(memory, woken.set)
-    few = taker.take(runs(100, INLINE_DIGEST_BYTES - 100))
+    digester = DigestThread(memory, woken.set)
+    few = digester.start_digests(runs(100, INLINE_DIGEST_BYTES - 100))
     assert few is not None and few.is_done and not woken.is_set()
-    more = taker.take(runs(100, INLINE_DIGEST_BYTES - 99))
+    more = digester.start_digests(runs(100, INLINE_DIGEST_BYTES - 99))
     assert more is not None
     assert woken.wait(WAIT_S) and more.is_done, "it is done when the agent is woken"
     assert few.value is not None and more.value is not None
     assert few.value[0] == more.value[0] and few.value[1] != more.value[1]
-    taker.close()
+    digester.close()
 
 
 def test_failed_digests_end_with_their_error_inline_and_on_the_thread() -> None:
     page = np.zeros(INLINE_DIGEST_BYTES, dtype=np.uint8)  # `past` ends one byte after it
     memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
-    taker = DigestThread(memory, woken.set)
-    outcomes = [taker.take(gone) for gone in (past(1), past(INLINE_DIGEST_BYTES + 1))]
+    digester = DigestThread(memory, woken.set)
+    outcomes = [digester.start_digests(gone) for gone in (past(1), past(INLINE_DIGEST_BYTES + 1))]
     assert woken.wait(WAIT_S)
     for outcome in outcomes:
         assert outcome is not None and isinstance(outcome.error, ValueError)
-    taker.close()
+    digester.close()
 
 
 def test_waiting_digests_are_not_prepared_again_and_again(

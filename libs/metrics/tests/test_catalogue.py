@@ -45,7 +45,7 @@ def with_configured_labels() -> Catalogue:
 
 
 def test_a_configured_label_takes_only_the_configured_values() -> None:
-    counts = Counts(with_configured_labels().configured("store", ["fast", "slow"]))
+    counts = Counts(with_configured_labels().only_with_label("store", ["fast", "slow"]))
     counts.add("x_total", 1, store="fast")
     with pytest.raises(MetricsError, match="one of"):
         counts.add("x_total", 1, store="other")
@@ -57,19 +57,19 @@ def test_a_label_that_was_not_configured_takes_no_value() -> None:
 
 
 def test_configuring_a_label_keeps_only_the_metrics_with_it() -> None:
-    configured = with_configured_labels().configured("store", ["fast"])
+    configured = with_configured_labels().only_with_label("store", ["fast"])
     assert [metric.name for metric in configured.metrics] == ["x_total"]
 
 
 @pytest.mark.parametrize("values", [[], ["a", "a"], ["a", "b", "c"]], ids=["none", "twice the same", "too many"])
 def test_the_values_of_a_configured_label_are_bounded(values: list[str]) -> None:
     with pytest.raises(MetricsError, match=r"x_total\.store"):
-        with_configured_labels().configured("store", values)
+        with_configured_labels().only_with_label("store", values)
 
 
 def test_an_unknown_label_cannot_be_configured() -> None:
     with pytest.raises(MetricsError, match="configured label"):
-        with_configured_labels().configured("shop", ["a"])
+        with_configured_labels().only_with_label("shop", ["a"])
 
 
 def test_metrics_import_neither_torch_nor_vllm_nor_prometheus() -> None:

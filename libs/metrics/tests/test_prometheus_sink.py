@@ -109,7 +109,9 @@ def test_a_metric_with_an_unconfigured_label_is_not_shown() -> None:
 def test_a_configured_label_takes_each_of_its_values() -> None:
     registry = CollectorRegistry()
     classes = [partial(metric_cls, registry=registry) for metric_cls in (Counter, Gauge, Histogram)]
-    PrometheusSink(CATALOGUE.configured("connector", ["fast", "slow"]), *classes, ["model_name", "engine"], ENGINES)
+    PrometheusSink(
+        CATALOGUE.only_with_label("connector", ["fast", "slow"]), *classes, ["model_name", "engine"], ENGINES
+    )
     clamped = "vllm:kv_connector_mc_clamped_tokens_total"
     for engine, store in ((0, "fast"), (1, "slow")):
         assert registry.get_sample_value(clamped, labels(engine, connector=store)) == 0

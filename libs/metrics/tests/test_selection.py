@@ -89,7 +89,7 @@ def test_every_field_has_a_metric_and_every_metric_a_field() -> None:
 
 def test_a_selection_is_shown_for_each_store() -> None:
     registry = CollectorRegistry()
-    catalogue = CATALOGUE.configured("connector", ["ram", "disk"])
+    catalogue = CATALOGUE.only_with_label("connector", ["ram", "disk"])
     classes = [partial(metric, registry=registry) for metric in (Counter, Gauge, Histogram)]
     sink = PrometheusSink(catalogue, *classes, ["model_name", "engine"], {0: ["tiny", "0"]})
     stats = SelectionStats()
@@ -103,7 +103,7 @@ def test_a_selection_is_shown_for_each_store() -> None:
 
 def test_a_negative_count_is_shown_as_zero_and_in_its_own_counter() -> None:
     texts: list[str] = []
-    catalogue = CATALOGUE.configured("connector", ["ram"])
+    catalogue = CATALOGUE.only_with_label("connector", ["ram"])
     stats = SelectionStats({"ram": ChildSelection(hits=1, hit_tokens=-128)})
     totals = stats.counts(catalogue, TokenClamp(texts.append, lambda: 0.0).clamp).totals()
     assert totals["vllm:kv_connector_mc_clamped_tokens_total"] == 128
@@ -114,7 +114,7 @@ def test_a_negative_count_is_shown_as_zero_and_in_its_own_counter() -> None:
 def test_an_unconfigured_store_is_not_shown() -> None:
     stats = SelectionStats({"other": ChildSelection(hits=1)})
     with pytest.raises(MetricsError, match="one of"):
-        stats.counts(CATALOGUE.configured("connector", ["ram"]), never.clamp)
+        stats.counts(CATALOGUE.only_with_label("connector", ["ram"]), never.clamp)
 
 
 def test_the_log_line_has_the_nonzero_counts() -> None:

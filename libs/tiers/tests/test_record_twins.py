@@ -38,7 +38,7 @@ class TableBench:
 
     def __init__(self, make: Callable[..., PlainRecordTable], max_records: int) -> None:
         sizes = SimpleNamespace(
-            room_bytes=SEGMENT_BYTES - SEGMENT_HEAD_BYTES,
+            segment_room_bytes=SEGMENT_BYTES - SEGMENT_HEAD_BYTES,
             usable_bytes=NUM_SEGMENTS * (SEGMENT_BYTES - SEGMENT_HEAD_BYTES),
             max_records=max_records,
             num_ranks=1,

@@ -146,7 +146,9 @@ class Counts:
     def _checked_series(self, metric: Metric, values: Sequence[str]) -> Series:
         labels = metric.series_labels
         if labels is None:
-            raise MetricsError(metric.name, "label values that were configured (Catalogue.configured)", list(values))
+            raise MetricsError(
+                metric.name, "label values that were configured (Catalogue.only_with_label)", list(values)
+            )
         if len(values) != len(labels):
             raise MetricsError(metric.name, f"{len(labels)} label values", list(values))
         for label, value in zip(labels, values, strict=True):

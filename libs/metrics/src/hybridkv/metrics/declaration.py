@@ -1,4 +1,7 @@
-"""Declaration of metrics. Sinks, the dashboard, alert rules and the reference page are generated from it."""
+"""Declaration of metrics. Sinks read it. The dashboard and the table of the reference page are generated from it.
+
+People write the alert rules. A test checks that the rules name only declared metrics.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLabel:
-    """A label with at most `max_values` values, which the operator configures. `Catalogue.configured` sets them."""
+    """A label with at most `max_values` values. The operator configures them; `Catalogue.only_with_label` sets them."""
 
     name: str
     max_values: int
@@ -59,7 +62,7 @@ class Section(enum.StrEnum):
 
 
 class View(enum.StrEnum):
-    """Function of a metric that a panel shows."""
+    """How a panel calculates the values that it shows."""
 
     RATE = "rate"
     """Counter: increase per second."""
@@ -118,7 +121,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.HISTOGRAM) != bool(self.buckets):
-            raise MetricsError(self.name, "buckets for a histogram only", self.buckets)
+            raise MetricsError(self.name, "buckets if the metric is a histogram, else none", self.buckets)
         if list(self.buckets) != sorted(set(self.buckets)):
             raise MetricsError(self.name, "ascending buckets", self.buckets)
         for label in self.labels:
@@ -189,7 +192,7 @@ class Catalogue:
             raise MetricsError("metrics", "each name once", [metric.name for metric in self.metrics])
         object.__setattr__(self, "_by_name", MappingProxyType(by_name))
 
-    def configured(self, name: str, values: Sequence[str]) -> Catalogue:
+    def only_with_label(self, name: str, values: Sequence[str]) -> Catalogue:
         """Catalogue of only the metrics that have this configured label, with its values.
 
         `MetricsError` if no metric has it, or the values are too many, none or not unique.

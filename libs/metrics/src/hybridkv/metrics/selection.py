@@ -139,8 +139,8 @@ class SelectionStats(msgspec.Struct, forbid_unknown_fields=True):
     def counts(self, catalogue: Catalogue, clamp: Clamp) -> Counts:
         """Convert to `Counts` with the names of the catalogue. Negative counts become zero.
 
-        The catalogue must have the names of all stores: `CATALOGUE.configured("connector", names)`. `MetricsError` if
-        it lacks one.
+        The catalogue must have the names of all stores: `CATALOGUE.only_with_label("connector", names)`. `MetricsError`
+        if it lacks one.
         """
         counts = Counts(catalogue)
         for name, child in self.children.items():

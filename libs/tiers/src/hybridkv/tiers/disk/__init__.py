@@ -9,11 +9,11 @@ from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.disk_index import DiskIndex
 from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor, Janitor, ThreadJanitor
 from hybridkv.tiers.disk.medium.disk_medium import DiskMedium
-from hybridkv.tiers.disk.options import MAX_RECORDS, DiskOptions, DiskSizes, Fsync, plan_sizes
+from hybridkv.tiers.disk.options import DEFAULT_MAX_RECORDS, DiskOptions, DiskSizes, Fsync, plan_sizes
 from hybridkv.tiers.files.file_io import FileIO
 
 __all__ = [
-    "MAX_RECORDS",
+    "DEFAULT_MAX_RECORDS",
     "DiskCounts",
     "DiskIndex",
     "DiskMedium",

@@ -233,14 +233,15 @@ class DiskIndex(SyncLookups):
         return self._records.take_changes()
 
     def take_disk_counts(self) -> DiskCounts:
-        """Counts of the disk tier alone, since the last call."""
+        """Counts that only a disk tier has, since the last call."""
         self._maintenance.run()
         return self._maintenance.state.tally.take()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all due file work has ended. False on a timeout. Failed work is due again later.
 
-        If all work succeeded, invalidated and aborted records stay withdrawn even if the process crashes afterwards.
+        If all work succeeded, a restart does not offer invalidated or aborted records, even after a crash of the
+        process. Exceptions are records that the journal has dropped (see `max_quarantined`).
         """
         return self._maintenance.drain(timeout_s)
 
@@ -276,8 +277,8 @@ class DiskIndex(SyncLookups):
             logger.warning("file work did not end in time: %s stays locked until it ends", self._namespace.path)
 
     def _end_work(self) -> bool:
-        """Close the janitor. True if its tasks ended in time. Cancels a snapshot that takes too long: the file of
-        changes already has the same content."""
+        """Close the janitor. True if its tasks ended in time. Cancels a snapshot that takes too long: the previous
+        snapshot and its file of changes together have the same content."""
         timeout_s = self._options.close_timeout_s
         if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
             return True

@@ -19,7 +19,7 @@ from hybridkv.tiers.disk.format.withdrawals import JOURNAL_ENTRY_BYTES
 from hybridkv.tiers.errors import TierConfigurationError
 
 MIB = 1 << 20
-MAX_RECORDS = 4_000_000
+DEFAULT_MAX_RECORDS = 4_000_000
 """Default of `max_records`."""
 SMALLEST_SEGMENT_BYTES = MIB
 LARGEST_DEFAULT_SEGMENT_BYTES = 256 * MIB
@@ -27,8 +27,8 @@ SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
 FEWEST_READY_SEGMENTS = 2
 SEGMENTS_PER_READY_SEGMENT = 8
-"""At most one in this many segments (but at least `FEWEST_READY_SEGMENTS`) is created ahead of a burst, so that `df`
-does not show all space as used at once."""
+"""If the option `ready_segments` is None, at most one in this many segments (but at least `FEWEST_READY_SEGMENTS`) is
+created ahead of a burst. So `df` does not show all space as used from the start."""
 FEWEST_SPARE_SEGMENTS = 3
 """The open segment, an empty segment, and a segment for the copies of compaction."""
 
@@ -37,7 +37,8 @@ SNAPSHOT_ENTRY_BYTES = 2 + 8 + 8 + 64
 CHANGES_SIZE_DIVISOR = 4
 """The file of changes may have the snapshot's size divided by this."""
 LARGEST_CHANGES_BYTES = 16 * MIB
-"""Limit of the file of changes, because a start reads it: at most 1.9 million changes, about 4 s and 400 MB."""
+"""Limit of the file of changes, because a start reads it. To read a full file (1.9 million changes), a start needs
+about 4 s and 400 MB of memory."""
 
 LARGEST_JOURNAL_BYTES = 64 * MIB
 """Limit of the quarantine journal, because a start reads it."""
@@ -92,7 +93,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: int | None = None
     largest_chunk_bytes: int = 0
     spare_share: float = 0.1
-    max_records: int = MAX_RECORDS
+    max_records: int = DEFAULT_MAX_RECORDS
     max_quarantined: int = 1024
     burst_bytes: int = 0
     ready_segments: int | None = None
@@ -146,11 +147,11 @@ class DiskSizes(msgspec.Struct, frozen=True):
     max_records: int
     ready_segments: int
     """Empty segments to create ahead while capacity is left."""
-    kept_segments: int
+    kept_free_segments: int
     """Empty segments that compaction keeps free."""
 
     @property
-    def room_bytes(self) -> int:
+    def segment_room_bytes(self) -> int:
         """Space for records in one segment."""
         return self.segment_bytes - SEGMENT_HEAD_BYTES
 

@@ -44,7 +44,7 @@ class StoreLocation:
 
     @property
     def seals(self) -> Seals:
-        """Seals of the fleet."""
+        """Creates and checks the seals of the fleet's objects."""
         return Seals(self.secret)
 
     def open(self, options: ObjectOptions) -> Store:
@@ -56,10 +56,10 @@ class StoreLocation:
         return open_object_store(self.url, dict(self.settings), options, has_secret=bool(self.secret))
 
     def require_host(self) -> None:
-        """Check that this host has the client or the directory that the store needs. Creates and sends nothing.
+        """Check the directory; for other URLs, check that obstore can open the URL. Creates and sends nothing.
 
         Raises:
-            TierConfigurationError: the client or the directory is missing or not usable.
+            TierConfigurationError: the directory cannot be used, or obstore is missing or cannot open the URL.
         """
         if not is_directory(self.url):
             self.open(ObjectOptions())

@@ -114,7 +114,7 @@ def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, clas
     """Refuses children that support only one KV cache group if the model has, or may have, several.
 
     Raises:
-        ManagerError: there is such a child. The text names these children and both remedies.
+        ManagerError: there is such a child. The text names these children and the remedies.
     """
     is_on = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     num_groups = len(kv_cache_config.kv_cache_groups)
@@ -124,12 +124,14 @@ def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, clas
     if without:
         state = "on" if is_on else f"off and the model has {num_groups} groups"
         names = ", ".join(without)
+        hint = f"remove {names} from connectors"
+        if is_on:
+            hint += ", or start with --disable-hybrid-kv-cache-manager (models with recurrent layers need that manager)"
         raise ManagerError(
             f"{ROOT}.connectors",
             f"children that support several KV cache groups (SupportsHMA): the hybrid KV cache manager is {state}",
             names,
-            f"remove {names} from connectors, or start with --disable-hybrid-kv-cache-manager (models with recurrent "
-            "layers need that manager)",
+            hint,
         )
 
 

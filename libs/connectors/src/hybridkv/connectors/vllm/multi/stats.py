@@ -130,7 +130,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._places = {child.config.name: place for place, child in enumerate(classes)}
-        self._catalogue = CATALOGUE.configured("connector", list(self._places))
+        self._catalogue = CATALOGUE.only_with_label("connector", list(self._places))
         self._clamp = TokenClamp(logger.warning, time.monotonic)
         self._sink = PrometheusSink(
             self._catalogue, self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames, per_engine_labelvalues

@@ -1,6 +1,7 @@
 """Worker half of HybridNixlConnector: passes plans to the rank's agent thread and returns its results.
 
-The worker half decides nothing, never raises in the engine after start-up, and waits only for copies of a host buffer.
+The worker half decides nothing, and never raises in the engine after start-up. Before `close`, it waits only for copies
+to and from a host buffer. `close` waits a bounded time for the agent.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class NixlWorker:
         """Stops the agent, so that no peer reads this rank's memory. Logs if a thread or a transfer did not end in
         time."""
         if self._agent is not None and not self._agent.close():
-            logger.warning("HybridNixlConnector: a transfer of a peer did not end in time")
+            logger.warning("HybridNixlConnector: a thread, or a transfer of a peer, did not end in time")
         self._agent = None
 
     def _require_agent(self) -> Agent:

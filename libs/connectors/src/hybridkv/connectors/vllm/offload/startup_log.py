@@ -24,7 +24,7 @@ from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import partly_copied_
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.planner import GroupKind
-from hybridkv.tiers.disk import MAX_RECORDS
+from hybridkv.tiers.disk import DEFAULT_MAX_RECORDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,7 +146,7 @@ def _tier_report(name: str, tier: SecondaryTierConfig, layout: CacheLayout, chun
         return TierReport(name, None, None, f"object finds and stores at {tier.url}, where {who}")
     if not isinstance(tier, DiskTierConfig):
         return TierReport(name, None, None, name)
-    num_chunks = min(tier.capacity // chunk_bytes, MAX_RECORDS // len(layout.spec.stored_groups))
+    num_chunks = min(tier.capacity // chunk_bytes, DEFAULT_MAX_RECORDS // len(layout.spec.stored_groups))
     num_tokens = num_chunks * layout.spec.chunk_tokens
     text = f"disk {format_size(tier.capacity)} at {tier.path} holds about {num_tokens} tokens"
     return TierReport(name, tier.capacity, num_tokens, text)
@@ -185,10 +185,10 @@ def _notes(vllm_config: VllmConfig, layout: CacheLayout) -> list[str]:
 def _warnings(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, chunk_bytes: int) -> list[str]:
     warnings = []
     per_chunk = len(layout.spec.stored_groups)
-    if config.disk is not None and config.disk.capacity // chunk_bytes > MAX_RECORDS // per_chunk:
-        most = MAX_RECORDS // per_chunk * chunk_bytes
+    if config.disk is not None and config.disk.capacity // chunk_bytes > DEFAULT_MAX_RECORDS // per_chunk:
+        most = DEFAULT_MAX_RECORDS // per_chunk * chunk_bytes
         warnings.append(
-            f"HybridOffloadConnector: the index of the disk has room for {MAX_RECORDS} records, which take "
+            f"HybridOffloadConnector: the index of the disk has room for {DEFAULT_MAX_RECORDS} records, which take "
             f"{format_size(most)} of the {format_size(config.disk.capacity)}; use a larger chunk_tokens"
         )
     if config.disk is not None and compat.is_killed_on_shutdown(vllm_config):

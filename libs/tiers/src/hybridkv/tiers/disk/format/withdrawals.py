@@ -2,7 +2,7 @@
 
 The epoch is a number that changes whenever a namespace is cleared. Records in segments of another epoch are not
 offered. The file holds the epoch twice, so that one damaged byte loses nothing. A journal entry withdraws all records
-of a key below an address, also copies at other addresses. Reads and writes no file.
+of its key with addresses below its `bound`, copies included. This module reads and writes no file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def encode_epoch(epoch: int, namespace: bytes) -> bytes:
 
 
 def decode_epoch(data: bytes, namespace: bytes) -> int | None:
-    """Epoch of a file. None if both copies are damaged, belong to another namespace or version, or are too large."""
+    """Epoch of a file. None if neither copy is valid. A copy is valid if it is undamaged, belongs to this namespace and
+    version, and has an epoch of at most `LARGEST_EPOCH`."""
     for start in (0, _EPOCH_COPY_BYTES):
         epoch = _decode_epoch_copy(data[start : start + _EPOCH_COPY_BYTES], namespace)
         if epoch is not None:
@@ -81,8 +82,8 @@ def encode_journal_entry(entry: JournalEntry) -> bytes:
 
 
 def decode_journal(data: bytes, namespace: bytes) -> list[JournalEntry] | None:
-    """All entries that are whole and possible. None if the head is damaged, or belongs to another namespace or
-    version."""
+    """All entries with a correct checksum, a bound of at most `END_ADDRESS`, and an address where a record can begin.
+    None if the head is damaged, or belongs to another namespace or version."""
     if data[:JOURNAL_HEAD_BYTES] != encode_journal_head(namespace):
         return None
     found = []

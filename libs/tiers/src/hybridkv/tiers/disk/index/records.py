@@ -74,7 +74,7 @@ class RecordTable:
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:
         self._segments = segments
         self.log = log
-        largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
+        largest_bytes = min(sizes.segment_room_bytes, sizes.usable_bytes)
         # Random, so that an attacker cannot choose prompts that collide in the hash table.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
         try:

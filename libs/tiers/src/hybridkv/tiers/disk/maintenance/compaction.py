@@ -125,7 +125,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
 
     def _may_copy(self) -> bool:
         segments = self._state.segments
-        if len(segments.ready) + segments.num_creatable + segments.num_deleting >= self._state.sizes.kept_segments:
+        if len(segments.ready) + segments.num_creatable + segments.num_deleting >= self._state.sizes.kept_free_segments:
             return False
         if self._state.retries.is_backing_off(Copy) or self._dropper.is_backing_off:
             return False

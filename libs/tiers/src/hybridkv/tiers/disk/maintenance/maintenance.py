@@ -274,9 +274,9 @@ class Maintenance:
         nothing if another engine has taken the namespace over.
 
         With the snapshot, the next start searches only segments with records that were still being written. If there
-        is no time for a snapshot, the file of changes has the same content. If the epoch is not on disk yet, tries to
-        write it once more, even during its backoff, and skips changes, seals and snapshot: no record was stored in this
-        epoch.
+        is no time for a snapshot, the previous snapshot and its file of changes together have the same content. If the
+        epoch is not on disk yet, tries to write it once more, even during its backoff, and skips changes, seals and
+        snapshot: no record was stored in this epoch.
         """
         self.cancel_snapshot()
         if self.state.is_taken_over:

@@ -271,7 +271,7 @@ class LeaseServer:
         runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
         if isinstance(runs, Incompatibility):
             return Digests(pending.number, b"", str(runs)[:4096])
-        pending.digests = self._digest_thread.take(runs)
+        pending.digests = self._digest_thread.start_digests(runs)
         # If the digest thread's queue is full, the request waits, at most until its lease ends.
         pending.was_queue_full = pending.digests is None
         return self._digests_of(pending)

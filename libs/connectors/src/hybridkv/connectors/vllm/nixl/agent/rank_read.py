@@ -330,7 +330,7 @@ class RankRead:
             self.detail = str(runs)
             return ReadFailure.PAIRING
         # None if the digest thread's queue is full: then later polls try again, until the deadline.
-        check.ours = self._tools.digest_thread.take(runs)
+        check.ours = self._tools.digest_thread.start_digests(runs)
         check.was_queue_full = check.ours is None
         return None
 

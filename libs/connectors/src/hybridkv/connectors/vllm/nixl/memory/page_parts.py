@@ -2,8 +2,8 @@
 
 A tensor's shape does not show the order. An attention backend may pack the tokens of a block in its own order, as the
 CPU backend does within a head. So only backends of `cuts.DIVISIBLE_BACKENDS` have addressable tokens, and only backends
-of this set and of `HEADS_APART_BACKENDS` have addressable heads. States are arrays (`state_arrays`). Packed pages,
-quantised pages, and all untested kinds move whole.
+of this set and of `HEADS_APART_BACKENDS` have addressable heads. States are arrays (`state_arrays`). Pages with
+padding, quantised pages, and all untested kinds move whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHANNELS_OUTERMOST = "DS"
 FACTS_IN_ARRAYS = frozenset({"shapes", "num_heads"})
-"""Facts of a layer that its arrays already state, for all ranks together."""
+"""Facts of a recurrent layer that its format text omits. The facts depend on the number of ranks; pieces show them."""
 
 
 class StateArray(NamedTuple):
@@ -82,7 +82,8 @@ def state_arrays(spec: KVCacheSpec, conv_layout: str, tp_size: int) -> tuple[Sta
 _DIMENSIONS = {
     "GDN_ATTN": ([2, 3],),
     "MAMBA1": ([2, 2],),
-    # Groups of channels may span ranks, which the shapes do not show. So this kind is not split over ranks.
+    # Groups of channels may span ranks, which the shapes do not show. So `total_heads` is 0: only engines with the
+    # same number of ranks exchange these states.
     "MAMBA2": ([2, 3],),
     "SHORT_CONV": ([2],),
     "LINEAR": ([3],),
@@ -147,7 +148,7 @@ SHARED_SPECS = frozenset({"MLAAttentionSpec"})
 """Exact spec classes with equal pages on every rank: latents, which are not split over ranks."""
 BLOCK_DIM, HEAD_DIM, TOKEN_DIM = 0, 1, page_order.TOKEN_DIM
 FACTS_IN_HEADS = frozenset({"num_kv_heads"})
-"""Facts of a layer that a piece with heads already states, for all ranks together."""
+"""Facts of an attention layer that its format text omits. The facts depend on the number of ranks; pieces show them."""
 
 
 class PageOrder(NamedTuple):
@@ -156,8 +157,8 @@ class PageOrder(NamedTuple):
     Args:
         backend: attention backend; its name stands for the order of packed tokens.
         tokens_apart: True if tokens follow each other and have equal sizes.
-        heads_apart: True if, in a kernel block, bytes of one head never lie between bytes of another head for the same
-            token.
+        heads_addressable: True if a peer can address a head: in each token if `tokens_apart`, else in each kernel
+            block, where the head's bytes are contiguous.
         is_shared: True if all ranks have the same bytes.
         num_heads: heads on this rank.
         total_heads: heads of the model; 0 if unknown.
@@ -167,7 +168,7 @@ class PageOrder(NamedTuple):
 
     backend: str
     tokens_apart: bool
-    heads_apart: bool
+    heads_addressable: bool
     is_shared: bool
     num_heads: int
     total_heads: int
@@ -181,7 +182,7 @@ class LayerParts(NamedTuple):
     Args:
         item_format: beginning of the format text; the layer's facts follow.
         pieces: pieces of the layer.
-        covered_facts: names of facts that the pieces state already, for all ranks together.
+        covered_facts: names of facts that the format text omits, because the pieces show them.
     """
 
     item_format: str
@@ -203,12 +204,14 @@ def page_orders(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout:
 def _page_order(vllm_config: VllmConfig, spec: KVCacheSpec, backend: str, layer: LayerLayout) -> PageOrder:
     is_plain = cuts.is_divisible(spec, layer.page_bytes) and getattr(spec, "num_head_slots", None) is None
     tokens_apart = is_plain and backend in cuts.DIVISIBLE_BACKENDS
-    heads_apart = is_plain and (tokens_apart or backend in HEADS_APART_BACKENDS)
+    heads_addressable = is_plain and (tokens_apart or backend in HEADS_APART_BACKENDS)
     arrays = state_arrays(spec, compat.conv_state_layout(), vllm_config.parallel_config.tensor_parallel_size)
     num_heads = int(getattr(spec, "num_kv_heads", 0))
-    total_heads = _total_heads(vllm_config, num_heads) if heads_apart else 0
+    total_heads = _total_heads(vllm_config, num_heads) if heads_addressable else 0
     is_shared = type(spec).__name__ in SHARED_SPECS
-    return PageOrder(backend, tokens_apart, heads_apart, is_shared, num_heads, total_heads, spec.block_size, arrays)
+    return PageOrder(
+        backend, tokens_apart, heads_addressable, is_shared, num_heads, total_heads, spec.block_size, arrays
+    )
 
 
 def _total_heads(vllm_config: VllmConfig, num_heads: int) -> int:
@@ -234,7 +237,7 @@ def layer_parts(
         return None
     if order.state:
         return _state_parts(layer, cache, order.state, num_blocks, locate)
-    if not order.heads_apart:
+    if not order.heads_addressable:
         return None
     if not page_order.has_token_dim(cache, layer) or cache.shape[HEAD_DIM] != order.num_heads:
         return None

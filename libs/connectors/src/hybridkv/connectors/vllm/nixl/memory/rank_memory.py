@@ -88,7 +88,7 @@ INLINE_DIGEST_BYTES = 4 << 20
 class DigestThread(BackgroundThread):
     """Thread that digests many bytes. The calling thread digests few bytes itself, because a hand-over takes longer.
 
-    Call `take` from one thread.
+    Call `start_digests` from one thread.
 
     Args:
         memory: memory of this rank.
@@ -100,8 +100,11 @@ class DigestThread(BackgroundThread):
         self._memory = memory
         self._wake = wake
 
-    def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
-        """Digests few bytes at once, or starts to digest more bytes. Returns None if the thread's queue is full."""
+    def start_digests(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
+        """Digests up to `INLINE_DIGEST_BYTES` before it returns. Queues more bytes for the thread.
+
+        Returns None if the thread's queue is full.
+        """
         if int(runs.num_bytes.sum()) <= INLINE_DIGEST_BYTES:
             outcome: Outcome[list[bytes]] = Outcome()
             outcome.run(lambda: self._memory.digests(runs))
