@@ -9,7 +9,7 @@ Has no automatic layout: the source gives the place of each box. A source has on
     head COLUMN text                     text above a column
     box NAME ROW COLUMN SPAN title / line / line
     plain NAME ROW COLUMN SPAN title / line      a box without a frame
-    arrow FROM TO label                  in a row, or between two rows; TO may be several columns away
+    arrow FROM TO label                  between two boxes that share a row or a column
     both FROM TO label                   an arrow with two heads
 
 Lines that begin with `#` are comments. Rows and columns count from 0. A text that does not fit is an error, except for
@@ -42,7 +42,7 @@ _MARKER: Final = (
 
 
 class PictureError(ValueError):
-    """A source that cannot be drawn. The message names the line or the text."""
+    """A source that cannot be drawn. The message names the line, the text or the boxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Picture:
     column_width: int = 200
     column_gap: int = 60
     row_gap: int = 40
-    heads: dict[int, str] = field(default_factory=dict)
+    column_heads: dict[int, str] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
     arrows: list[Arrow] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ def _add(picture: Picture, line: str) -> None:
         picture.row_gap = int(rest)
     elif kind == "head":
         column, text = rest.split(maxsplit=1)
-        picture.heads[int(column)] = text
+        picture.column_heads[int(column)] = text
     elif kind in ("box", "plain"):
         name, row, column, span, text = rest.split(maxsplit=4)
         lines = tuple(part.strip() for part in text.split(" / "))
@@ -133,7 +133,7 @@ def draw(picture: Picture) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         f'<style>{_STYLE}</style>{_MARKER}<rect width="{width}" height="{height}" fill="#fff"/>',
     ]
-    for column, text in sorted(picture.heads.items()):
+    for column, text in sorted(picture.column_heads.items()):
         center = _MARGIN + column * (picture.column_width + picture.column_gap) + picture.column_width // 2
         _require_fit(text, picture.column_width)
         parts.append(_text(center, _MARGIN + 12, text, "title"))
@@ -146,7 +146,7 @@ def draw(picture: Picture) -> str:
 def _layout(picture: Picture) -> tuple[dict[str, _Rectangle], int]:
     """Rectangles of all boxes by name, and the picture's height. Boxes of a row are equally high."""
     places: dict[str, _Rectangle] = {}
-    top = _MARGIN + (28 if picture.heads else 0)
+    top = _MARGIN + (28 if picture.column_heads else 0)
     step = picture.column_width + picture.column_gap
     for row in sorted({box.row for box in picture.boxes.values()}):
         members = [box for box in picture.boxes.values() if box.row == row]

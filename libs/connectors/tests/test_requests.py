@@ -294,7 +294,7 @@ def test_corrupt_copies_are_tracked_without_stores_too(kv_role: Role) -> None:
         has_sync_kv_loads=False,
     )
     scheduler.plan_step(output)
-    assert scheduler._corrupt_blocks.is_corrupt(3)
+    assert scheduler._engine_corruption.is_corrupt(3)
 
 
 def test_a_preempted_request_stores_missing_chunks_again() -> None:

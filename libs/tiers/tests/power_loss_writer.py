@@ -279,7 +279,7 @@ class Writer:
             return
         self.say("begin", "settle")
         runners: list[Any] = [medium._runner for medium in self.media]
-        self.io.wait_until_synced([runner._syncing._syncer for runner in runners])
+        self.io.wait_until_synced([runner._sync_thread._syncer for runner in runners])
         self.say("done", "settle")
 
 

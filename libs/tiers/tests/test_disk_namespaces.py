@@ -15,7 +15,7 @@ from hybridkv.hashing import FORMAT_VERSION
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor
-from hybridkv.tiers.files.directory import Directory, open_root, require_directory
+from hybridkv.tiers.files.directory import Directory, open_or_create_root, require_directory
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
 OTHER_USER = 12345
@@ -261,7 +261,7 @@ def test_a_path_that_can_be_created_passes_the_check(tmp_path: Path, end: str) -
     path = f"{tmp_path}/store{end}"
     require_directory(path)
     assert not (tmp_path / "store").exists()
-    open_root(FileIO(), path).close()
+    open_or_create_root(FileIO(), path).close()
     assert (tmp_path / "store").is_dir()
 
 

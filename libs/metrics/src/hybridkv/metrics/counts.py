@@ -1,7 +1,7 @@
 """Counts of metrics that merge over steps, ranks and processes and serialize as plain data. No exporter.
 
-A histogram keeps the count and the sum of each bucket, not the observations. So its size is bounded, and an exporter
-that has only `observe` still gets exact buckets and an exact sum.
+A histogram keeps the count and the sum of each bucket, not the observations. So its size is bounded. An exporter whose
+metric library only accepts single observations can still produce exact buckets and an exact sum.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hybridkv.metrics.declaration import Catalogue, Kind, Metric, MetricsError
 Series: TypeAlias = tuple[str, tuple[str, ...]]
 """Name of a metric, and values of its labels in declared order."""
 
-Bucket: TypeAlias = tuple[int, float]
-"""Number of observations in the bucket, and their sum."""
+CountAndSum: TypeAlias = tuple[int, float]
+"""Number of observations in a bucket, and their sum."""
 
-EMPTY_BUCKET: Bucket = (0, 0.0)
+EMPTY_BUCKET: CountAndSum = (0, 0.0)
 
 
 class CountsData(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,11 +30,11 @@ class CountsData(msgspec.Struct, forbid_unknown_fields=True):
 
     counters: list[tuple[str, tuple[str, ...], int | float]] = []
     gauges: list[tuple[str, tuple[str, ...], int | float]] = []
-    histograms: list[tuple[str, tuple[str, ...], tuple[Bucket, ...]]] = []
+    histograms: list[tuple[str, tuple[str, ...], tuple[CountAndSum, ...]]] = []
 
 
 class Counts:
-    """Accumulator of the metrics of a catalogue, which merges with others. For one thread.
+    """Accumulates the metrics of a catalogue. `merge` adds the counts of another accumulator. For one thread.
 
     Raises `MetricsError` for a name, label or value that the catalogue does not allow. The counts do not change then.
     """
@@ -43,7 +43,7 @@ class Counts:
         self._catalogue = catalogue
         self._counters: dict[Series, int | float] = {}
         self._gauges: dict[Series, int | float] = {}
-        self._histograms: dict[Series, tuple[Bucket, ...]] = {}
+        self._histograms: dict[Series, tuple[CountAndSum, ...]] = {}
         self._known_series: dict[tuple[str, Kind, tuple[tuple[str, str], ...]], Series] = {}
         """Cache of checked series by name, kind and labels. The catalogue bounds its size."""
 
@@ -164,7 +164,7 @@ class Counts:
         _require(series[0], value, is_negative_allowed=True)
         self._gauges[series] = value
 
-    def _add_buckets(self, series: Series, buckets: tuple[Bucket, ...]) -> None:
+    def _add_buckets(self, series: Series, buckets: tuple[CountAndSum, ...]) -> None:
         mine = self._histograms.get(series, (EMPTY_BUCKET,) * len(buckets))
         self._histograms[series] = tuple(
             (count + more, total + additional) for (count, total), (more, additional) in zip(mine, buckets, strict=True)
@@ -178,7 +178,7 @@ def _require(name: str, value: int | float, *, is_negative_allowed: bool) -> Non
         raise MetricsError(name, "a number >= 0", value)
 
 
-def _require_buckets(metric: Metric, buckets: Sequence[Bucket]) -> None:
+def _require_buckets(metric: Metric, buckets: Sequence[CountAndSum]) -> None:
     if len(buckets) != len(metric.buckets) + 1:
         raise MetricsError(metric.name, f"{len(metric.buckets) + 1} buckets", len(buckets))
     for count, total in buckets:

@@ -75,12 +75,12 @@ class _Node(Generic[P]):
     """For each group that is not FULL, the number of resumable boundaries that need its part."""
     parent: _Node[P] | None = None
     children: dict[bytes, _Node[P]] = field(default_factory=dict)
-    num_paths: int = 0
-    """Number of children that lead to a resumable boundary, plus one if this chunk is one."""
+    num_resumable_branches: int = 0
+    """Number of children that lead to a resumable boundary, plus one if the end of this chunk is one."""
     is_resumable: bool = False
 
     @property
-    def is_empty(self) -> bool:
+    def has_no_parts(self) -> bool:
         """True if no tier holds a part of the chunk, and no part is in flight."""
         return not any(self.held) and not any(self.pending)
 
@@ -181,7 +181,7 @@ class Announcer(Generic[P]):
                 self._update_runs(node, place)
 
     def take(self) -> News[P]:
-        """Net changes since the last call. Forgets changed chunks without a part."""
+        """Net changes since the last call. Forgets changed chunks that have no part in any tier or in flight."""
         stored: list[Announcement[P]] = []
         removed: list[Announcement[P]] = []
         changed, self._changed = self._changed, {}
@@ -193,7 +193,7 @@ class Announcer(Generic[P]):
                     stored += self._parts(node, tier, wanted & ~announced)
                     removed += self._parts(node, tier, announced & ~wanted)
                     node.announced[tier] = wanted
-            if node.is_empty:
+            if node.has_no_parts:
                 self._forget(node)
         self.num_announced += len(stored) - len(removed)
         return News(_in_order(stored), _in_order(removed)[::-1])
@@ -220,7 +220,8 @@ class Announcer(Generic[P]):
         return min(before + 1, self._longest_runs[place])
 
     def _update_resumable(self, node: _Node[P]) -> None:
-        """Updates `is_resumable` of the chunk, and `needs` of the parts before it that such a boundary needs."""
+        """Updates `is_resumable` of the chunk. After a change, also updates the path to the chunk, and `needs` of the
+        parts, of this chunk and of earlier ones, that the end of this chunk needs."""
         lengths = self._lengths_at(node.chunk.end_token, node.depth)
         is_resumable = all(run >= length for run, length in zip(node.runs, lengths, strict=True))
         if is_resumable == node.is_resumable:
@@ -241,9 +242,9 @@ class Announcer(Generic[P]):
         """Adds a resumable boundary to the path that ends here, or removes one. All its chunks are known."""
         node: _Node[P] | None = last
         while node is not None:
-            was_on_path = node.num_paths > 0
-            node.num_paths += change
-            if was_on_path == (node.num_paths > 0):
+            was_on_path = node.num_resumable_branches > 0
+            node.num_resumable_branches += change
+            if was_on_path == (node.num_resumable_branches > 0):
                 return
             self.num_on_paths += change
             self._changed[node.chunk.name] = node
@@ -251,7 +252,7 @@ class Announcer(Generic[P]):
 
     def _needed(self, node: _Node[P]) -> int:
         """Parts that a resumable boundary needs, as bits."""
-        needed = self._full_mask if node.num_paths else 0
+        needed = self._full_mask if node.num_resumable_branches else 0
         for place in self._others:
             if node.needs[place]:
                 needed |= 1 << place

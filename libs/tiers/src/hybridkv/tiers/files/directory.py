@@ -24,8 +24,8 @@ MAX_LEVELS = 8
 """Largest depth of `disk_bytes`. Stores of this library are two levels deep."""
 _MAX_VIEWS = 1024
 """Largest number of buffers in one system call (`IOV_MAX`)."""
-_PIECE_BYTES = 1 << 26
-_WRITE_BYTES = 1 << 17
+_MAX_WRITE_BYTES = 1 << 26
+_MIN_PIECE_BYTES = 1 << 17
 
 
 class ForeignFileError(OSError):
@@ -109,12 +109,12 @@ class Directory:
         path = f"{self.path}/{name}"
         # Check before `open`, because `open` alone may rewind a tape; and after, because the file may have been
         # exchanged.
-        self._require_file(name, path)
+        self._refuse_other_kinds(name, path)
         try:
             fd = self.io.open(name, flags | os.O_NOFOLLOW, 0o600, self.fd)
         except OSError as error:
             error.filename = path
-            self._require_file(name, path)
+            self._refuse_other_kinds(name, path)
             raise
         try:
             _require_own(self.io.stat(fd), stat.S_ISREG, path, is_shared=self.shared_mode is not None)
@@ -125,8 +125,8 @@ class Directory:
             raise
         return fd
 
-    def _require_file(self, name: str, path: str) -> None:
-        """`ForeignFileError` if the entry is not a regular file."""
+    def _refuse_other_kinds(self, name: str, path: str) -> None:
+        """`ForeignFileError` if the entry exists and is not a regular file."""
         try:
             mode = self.io.stat_name(name, self.fd).st_mode
         except OSError:
@@ -143,7 +143,7 @@ class Directory:
         try:
             num_bytes = self.io.stat(fd).st_size
             if num_bytes > max_bytes:
-                words = "%s/%s has %d bytes, and no more than %d are read with these options: ignored"
+                words = "%s/%s is ignored: it has %d bytes, the limit is %d"
                 logger.warning(words, self.path, name, num_bytes, max_bytes)
                 return None
             return read_at(self.io, fd, 0, num_bytes)
@@ -218,13 +218,13 @@ class Directory:
 
 
 def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes in order, in pieces of at least `_WRITE_BYTES`, except the last piece."""
+    """The same bytes in order, in pieces of at least `_MIN_PIECE_BYTES`, except the last piece."""
     waiting: list[bytes | memoryview] = []
     num_bytes = 0
     for piece in pieces:
         waiting.append(piece)
         num_bytes += len(piece)
-        if num_bytes >= _WRITE_BYTES:
+        if num_bytes >= _MIN_PIECE_BYTES:
             yield b"".join(waiting)
             waiting.clear()
             num_bytes = 0
@@ -258,12 +258,12 @@ def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> Non
     """Write all bytes, with as many system calls as needed."""
     view = memoryview(data)
     while view:
-        done = io.pwritev(fd, [view[:_PIECE_BYTES]], offset)
+        done = io.pwritev(fd, [view[:_MAX_WRITE_BYTES]], offset)
         view, offset = view[done:], offset + done
 
 
 def root_path(path: str) -> str:
-    """Normalized path of a store: the system follows a link before a final `/.`, so that suffix is removed.
+    """Normalized path of a store. Removes a final `/.`, because the system would follow a link before it.
 
     `TierConfigurationError` if the path is not absolute or cannot be encoded.
     """
@@ -276,7 +276,7 @@ def root_path(path: str) -> str:
     return "/" + os.path.normpath(path).lstrip("/")
 
 
-def open_root(io: FileIO, path: str) -> Directory:
+def open_or_create_root(io: FileIO, path: str) -> Directory:
     """Open the root of a store; create it if it does not exist. `TierConfigurationError` if it cannot be used."""
     path = root_path(path)
     try:

@@ -180,7 +180,7 @@ class CascadeQueue:
         dropped: list[MoveResult] = []
         self._has_new = False
         write_gate = gate() if self._keys else WriteGate.OPEN
-        self.prepare(write_gate)
+        self.announce_queued(write_gate)
         while self._retries or self._queue:
             chunk = self._retries[0][1] if self._retries else self._queue[0]
             is_first = not chunk.was_sent
@@ -203,7 +203,7 @@ class CascadeQueue:
                 self._on_lost(chunk)
         return dropped
 
-    def prepare(self, gate: WriteGate) -> None:
+    def announce_queued(self, gate: WriteGate) -> None:
         """Announce the first chunks of the queue together. The tier then looks them up together, not one by one."""
         num_chunks = {WriteGate.OPEN: MAX_PREPARED, WriteGate.PROBE: 1}.get(gate, 0)
         if self._batched is not None and num_chunks and self._queue:

@@ -1,7 +1,8 @@
 """State of one secondary tier in a stack: breakers, moves in flight, open lookups, cascade queue, counts.
 
-Each tier has separate state, so a slow, full or dead tier does not affect the others. The stack selects the tier for
-each chunk, and manages the promotion leases.
+Each tier has separate state, so a slow, full or dead tier does not stop the others. One thing is shared: timed-out
+promotions of all tiers count against the limit of promotions of each tier. The stack selects the tier for each chunk,
+and manages the promotion leases.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 FIRST_READ_S_PER_BYTE = 1e-9
 """Expected seconds to promote one byte before the first promotion, and long after the last one."""
 FIRST_READ_BYTES = 1 << 20
+"""First value of the moving average of the bytes of a busy period of promotions."""
 HALF_LIFE_S = 30.0
 NEW_SHARE = 0.25
 """Share of the newest measurement in a moving average."""
@@ -98,13 +100,13 @@ class SecondaryTierState:
         self._context, self._primary, self._clock = context, context.primary, context.clock
         self.health = TierHealth(tier.options.breaker, tier.options.shortage)
         self.in_flight = InFlightMoves(tier.name, itertools.count(position + num_tiers, num_tiers), context.moves)
-        self.timeout_changes = 0
+        self.num_timeout_events = 0
         """Number of promotions that timed out, plus number of timed-out promotions that ended. Each of these events
         changes a lookup answer."""
         self._counts = MoveTally()
         self._lookups: deque[_OpenLookup] = deque()
         """Lookups without an answer, the oldest first."""
-        self._promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
+        self._max_promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
         self._read_s, self._read_bytes = FIRST_READ_BYTES * FIRST_READ_S_PER_BYTE, float(FIRST_READ_BYTES)
         self._measured_s = context.clock()
         """Moving averages of seconds and bytes of a busy period of promotions, and time of the last measurement."""
@@ -112,7 +114,7 @@ class SecondaryTierState:
         self._num_read_bytes = 0
         """Start of the current busy period of promotions, and bytes that have arrived since."""
         self._checked_s = context.clock()
-        """Time of the last check of deadlines outside `tick`."""
+        """Time of the last check by `check_timeouts`."""
         self.queue: CascadeQueue | None = None
         """None if no chunk cascades to this tier."""
         self.is_eager = tier.options.cascades is CascadePolicy.ALL
@@ -136,7 +138,7 @@ class SecondaryTierState:
         tiers reserve more than `promoting_share`, only tiers without timed-out promotions are usable.
         """
         in_flight, health = self.in_flight, self.health
-        if in_flight.timed_out_bytes and self._context.moves.timed_out_bytes > self._promoting_bytes:
+        if in_flight.timed_out_bytes and self._context.moves.timed_out_bytes > self._max_promoting_bytes:
             return False
         return health.can_promote or health.allows(_PROMOTE, in_flight.num_live[_PROMOTE])
 
@@ -218,7 +220,7 @@ class SecondaryTierState:
         if self.health.is_backing_off(_PROMOTE):
             return Refusal.BUSY
         # If no other promotion of this tier is in flight, any size is allowed, also after timeouts of other tiers.
-        if moving and moving + self._context.moves.timed_out_bytes + num_bytes > self._promoting_bytes:
+        if moving and moving + self._context.moves.timed_out_bytes + num_bytes > self._max_promoting_bytes:
             return Refusal.BUSY
         return None
 
@@ -260,7 +262,8 @@ class SecondaryTierState:
         return self.queue is not None and self.queue.has_new
 
     def pump(self) -> None:
-        """Send the queued chunks that may be sent now. Drops, and counts, chunks that can never be sent."""
+        """Send the queued chunks that may be sent now. Counts the chunks that the queue drops, for example because they
+        were evicted, find no room, or the breaker is open."""
         queue = self.queue
         if queue is not None and queue.has_queued:
             for dropped in queue.pump(self._gate, self._clock()):
@@ -268,11 +271,12 @@ class SecondaryTierState:
             if queue.num_waiting:
                 self._context.wake_at(queue.since_s + self._options.load_timeout_s)
 
-    def prepare(self) -> None:
-        """Announce newly queued chunks to the tier. The tier can look them up while the engine computes a step."""
+    def announce_queued(self) -> None:
+        """If a chunk was queued since the last `pump`, announce the first chunks of the queue to the tier. The tier can
+        look them up while the engine computes a step."""
         queue = self.queue
         if queue is not None and queue.has_new:
-            queue.prepare(self._gate())
+            queue.announce_queued(self._gate())
 
     def _gate(self) -> WriteGate:
         state = self.health.state(Direction.CASCADE)
@@ -300,13 +304,13 @@ class SecondaryTierState:
             health.on_move(direction, failure, self._clock())
             self._context.wake_at(health.next_change_s)
         if direction is _PROMOTE:
-            self.timeout_changes += in_flight.is_timed_out
+            self.num_timeout_events += in_flight.is_timed_out
             if failure is None and not in_flight.is_timed_out:
                 self._measure_read(in_flight.num_bytes)
             self.index.unpin(move.key)
             if failure is not None and failure.reason not in _CHUNK_IS_NOT_AT_FAULT:
                 self.index.invalidate(move.key, failure.reason)
-        elif self._end_cascade(move.key, failure):
+        elif self._end_or_retry_cascade(move.key, failure):
             return in_flight
         self._counts.add(direction, _DONE if failure is None else _FAILED, in_flight.num_bytes, failure)
         if failure is not None and direction is not _PROMOTE:
@@ -329,7 +333,7 @@ class SecondaryTierState:
         share: float = 0.5 ** ((self._clock() - self._measured_s) / HALF_LIFE_S)
         return FIRST_READ_S_PER_BYTE + (self._read_s / self._read_bytes - FIRST_READ_S_PER_BYTE) * share
 
-    def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
+    def _end_or_retry_cascade(self, key: Key, failure: Failure | None) -> bool:
         """Record the end of a cascade in both indexes. True if the cascade is retried."""
         assert self.queue is not None
         primary = self._primary
@@ -344,7 +348,7 @@ class SecondaryTierState:
         return self.queue.on_ended(key, failure, self._clock())
 
     def check_timeouts(self, now_s: float) -> list[Key]:
-        """Check for timeouts outside `tick`. Returns the keys of newly timed-out promotions.
+        """Check for timeouts, for callers other than `TierStack.tick`. Returns the keys of newly timed-out promotions.
 
         Checks at most once per `load_timeout_s`, and times out only moves that were overdue at the previous check: a
         caller that only looks up keys may not have polled the media since.
@@ -357,13 +361,14 @@ class SecondaryTierState:
 
     def time_out(self, polled_s: float, now_s: float) -> list[Key]:
         """Time out the moves that were overdue at `polled_s`, the last time at which the caller could report their end.
-        Also drops queued chunks without progress. Returns the keys of newly timed-out promotions."""
+        Also drops all waiting chunks if the queue made no progress in the `load_timeout_s` before `polled_s`. Returns
+        the keys of newly timed-out promotions."""
         timed_out: list[Key] = []
         before_s = polled_s - self._options.load_timeout_s
         for in_flight in self.in_flight.time_out(before_s):
             self.health.on_timeout(in_flight.move.direction, now_s)
             if in_flight.move.direction is _PROMOTE:
-                self.timeout_changes += 1
+                self.num_timeout_events += 1
                 timed_out.append(in_flight.move.key)
             elif self.queue is not None:
                 self.queue.on_timeout(in_flight.move.key)

@@ -349,7 +349,7 @@ class TierStack:
             for (key, extends), is_stored in zip(chunks, are_stored, strict=True):
                 self._on_committed(key, extends, is_stored, key not in primary_only)
             for tier in self._cascading:
-                tier.prepare()
+                tier.announce_queued()
         return are_stored
 
     def _on_committed(self, key: Key, extends: Extends, is_stored: bool, cascades: bool) -> None:

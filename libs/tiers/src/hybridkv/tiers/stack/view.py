@@ -33,7 +33,7 @@ class StackView:
         """Number that changes whenever the answer of any lookup may have changed."""
         generation = self._primary.generation
         for tier in self._tiers:
-            generation += tier.index.generation + tier.timeout_changes + tier.health.revision
+            generation += tier.index.generation + tier.num_timeout_events + tier.health.revision
         return generation
 
     def lookup(self, key: Key) -> LookupResult:

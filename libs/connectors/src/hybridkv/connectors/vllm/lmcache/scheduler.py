@@ -80,19 +80,19 @@ class LMCacheScheduler:
         self._metrics = metrics
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
-        self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        self._engine_corruption = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
-        self._corrupt_blocks.bind(pool)
+        self._engine_corruption.bind(pool)
         self._room.pool = pool
         self._store_tracker.bind_block_pool(pool)
 
     def set_suspect_groups(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
-        self._corrupt_blocks.suspects = groups
+        self._engine_corruption.suspects = groups
 
     # Before a request is admitted.
 
@@ -145,13 +145,13 @@ class LMCacheScheduler:
         """Plans the load of the external tokens into the allocated blocks."""
         tracked = self.track(request)
         if tracked.request_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
-            # vLLM did not call `matched_tokens` for this request, but it may store.
+            # vLLM did not call `matched_tokens` for this request, but the request's chunks may be stored.
             self._requests.identify(tracked)
         if tracked.request_keys is None and not num_external_tokens:
             return
         load = self._load_tracker.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._corrupt_blocks.unmark_loaded(blocks, tracked.computed_tokens)
+            self._engine_corruption.unmark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Once per step.
@@ -183,8 +183,8 @@ class LMCacheScheduler:
         stores: list[PageStore] = []
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
-        self._corrupt_blocks.follow_step(scheduler_output, tables)
-        for request_id in self._corrupt_blocks.misled:
+        self._engine_corruption.follow_step(scheduler_output, tables)
+        for request_id in self._engine_corruption.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
         scheduled = scheduler_output.num_scheduled_tokens
@@ -200,7 +200,7 @@ class LMCacheScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks may belong to another request.
                 continue
-            states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._metrics)
+            states = self._engine_corruption.correct_states(handed_over.get(request_id, ()), self._metrics)
             store = self._store_tracker.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)

@@ -197,7 +197,8 @@ class StoreTracker:
             # Without a server, it is unknown which groups form one object.
             return []
         if tracked.adapter_version is not None:
-            # A held store keeps all its pages at once, so it must fit. The rest follows in a later step.
+            # A held store keeps all its pages in the pool at once, so it has at most the chunks of one call to the
+            # server. The rest follows in a later step.
             complete = min(complete, begins + chunks_at_once(self._load_tracker.max_chunks) * chunk)
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
         span = storable(self._geometry, blocks, begins, complete)

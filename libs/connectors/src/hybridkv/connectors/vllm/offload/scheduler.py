@@ -72,9 +72,9 @@ class OffloadScheduler:
         self._hints = HintReader(metrics, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, self._hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
-        self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        self._engine_corruption = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
-        local.is_corrupt = self._corrupt_blocks.is_corrupt
+        local.is_corrupt = self._engine_corruption.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, metrics, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, metrics, self._keeper)
@@ -98,7 +98,7 @@ class OffloadScheduler:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
-        self._corrupt_blocks.bind(pool)
+        self._engine_corruption.bind(pool)
         self._loads.bind_block_pool(pool)
         self._in_flight.bind_block_pool(pool)
         self._stores.bind_block_pool(pool)
@@ -115,7 +115,7 @@ class OffloadScheduler:
 
     def set_suspect_groups(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
-        self._corrupt_blocks.suspects = groups
+        self._engine_corruption.suspects = groups
 
     # Called before the engine admits a request.
 
@@ -187,7 +187,7 @@ class OffloadScheduler:
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._corrupt_blocks.unmark_loaded(blocks, tracked.computed_tokens)
+            self._engine_corruption.unmark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Called once in each step.
@@ -219,7 +219,7 @@ class OffloadScheduler:
         if self._checkpoints is not None:
             self._checkpoints.advance(scheduler_output)
         loads, self._planned_loads = self._planned_loads, []
-        loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt_blocks.is_corrupt)
+        loads = self._in_flight.without_corrupt_blocks(loads, self._engine_corruption.is_corrupt)
         if not compat.loads_after_forward(scheduler_output):
             loads = self._in_flight.without_local_copies(loads)
         return self._with_moves(
@@ -248,10 +248,10 @@ class OffloadScheduler:
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
         # Needed even if nothing is stored: no load may copy from a corrupt block.
-        self._corrupt_blocks.follow_step(scheduler_output, tables)
+        self._engine_corruption.follow_step(scheduler_output, tables)
         if not self._kv_role.stores:
             return stores
-        for request_id in self._corrupt_blocks.misled:
+        for request_id in self._engine_corruption.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
         scheduled = scheduler_output.num_scheduled_tokens
@@ -271,7 +271,7 @@ class OffloadScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # The blocks of a preempted request may belong to another request now.
                 continue
-            states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._metrics)
+            states = self._engine_corruption.correct_states(handed_over.get(request_id, ()), self._metrics)
             store = self._plan_store(tracked, num_scheduled, states, tables)
             if store is not None:
                 stores.append(store)

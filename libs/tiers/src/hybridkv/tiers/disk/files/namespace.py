@@ -18,7 +18,7 @@ from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.locks import NamespaceTakenError, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.files.directory import Directory, ForeignFileError, directory_error, open_root
+from hybridkv.tiers.files.directory import Directory, ForeignFileError, directory_error, open_or_create_root
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.files.path_safety import warn_if_replaceable
 
@@ -74,7 +74,7 @@ class Namespace:
         """True after `restore`. The caller writes the epoch file, and then resets this flag."""
         self._has_logged_loss = False
         self._is_taken_over = False
-        self.root = open_root(io, path)
+        self.root = open_or_create_root(io, path)
         self._opened: _OpenNamespace | None = None
         try:
             self._opened = self._open(self.root)

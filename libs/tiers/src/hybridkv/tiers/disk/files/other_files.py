@@ -156,10 +156,10 @@ def delete_namespace(root: Directory, name: str) -> bool:
         directory.remove_file(LOCK_NAME)
         is_gone = _remove_if_empty(root, name)
         if num_removed or is_gone:
-            logger.info("deleted the stale cache %s to make room in %s", name[:12], root.path)
+            logger.info("deleted the cache %s in %s", name[:12], root.path)
         return num_removed > 0 or is_gone
     except OSError as error:
-        logger.warning("the stale cache %s could not be deleted: %s", name[:12], error)
+        logger.warning("the cache %s could not be deleted: %s", name[:12], error)
         return False
     finally:
         if lock_fd >= 0:

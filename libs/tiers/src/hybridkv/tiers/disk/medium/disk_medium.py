@@ -211,7 +211,7 @@ class Runner:
         self._options = options
         self._syncs = options.fsync is Fsync.ALWAYS
         self._direct = segments.direct
-        self._syncing = SyncThread(io, segments, options, clock)
+        self._sync_thread = SyncThread(io, segments, options, clock)
         self._condition = threading.Condition()
         self._tags = count()
         self._in_flight: dict[int, _MoveInFlight] = {}
@@ -221,9 +221,9 @@ class Runner:
         self._completions: list[Completion] = []
         self._opener = BackgroundThread("hybridkv-disk-open", max_queued=0)
         self._is_closed = False
-        self._is_short = False
+        self._has_logged_shortage = False
         self._queue = self._made_queue()
-        """None if the system could not start its threads. The next operation tries again."""
+        """None if the queue got no thread or no memory. The next operation tries again."""
 
     def submit(self, operation: DiskOperation) -> Failure | None:
         """Start an operation, or queue it until its file is open. A failure if the operation is refused."""
@@ -306,7 +306,7 @@ class Runner:
             return False
         with self._condition:
             self._absorb()
-        self._syncing.close()
+        self._sync_thread.close()
         self._cache.close()
         return True
 
@@ -315,9 +315,9 @@ class Runner:
         try:
             queue = RecordQueue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
         except (RuntimeError, MemoryError) as error:
-            if not self._is_short:
+            if not self._has_logged_shortage:
                 logger.warning("the disk tier gets no thread (%s): no store and no load until a thread starts", error)
-            self._is_short = True
+            self._has_logged_shortage = True
             return None
         if queue.uring_error in _PASSING:
             logger.warning(
@@ -389,7 +389,7 @@ class Runner:
         operation, segment = self._in_flight.pop(tag)
         self._cache.release(segment)
         if operation.is_store and completion.failure is None:
-            self._syncing.written(number_of(operation.address))
+            self._sync_thread.written(number_of(operation.address))
         self._end(operation, completion)
 
     def _end(self, operation: DiskOperation, completion: Completion) -> None:

@@ -1,7 +1,8 @@
 """Prefix graph: the parent of each prefix, and its chunks in the store. Manifests are built from the graph.
 
-The graph contains the stores of this engine and the manifests that this engine reads. Its size is limited. If the
-beginning of a path was forgotten, no manifest is written for the path: a partial manifest would hide a complete one.
+The graph contains the chunks that this engine has stored, and the paths of the manifests that it has read. Its size is
+limited. If the beginning of a path was forgotten, no manifest is written for the path: a partial manifest would hide a
+complete one.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ _BEGINNING = b""
 
 
 class _Step:
-    __slots__ = ("before", "is_learned", "needed", "parts")
+    __slots__ = ("before", "is_learned", "needed_tags", "parts")
 
     def __init__(self) -> None:
         self.before: bytes | None = None
         """Parent prefix; None while unknown."""
         self.parts: dict[bytes, ManifestPart] = {}
         """Stored chunks that end at this prefix, by tag."""
-        self.needed: frozenset[bytes] = frozenset()
-        """Tags that later prefixes need."""
+        self.needed_tags: frozenset[bytes] = frozenset()
+        """Tags that `parts` must contain before a manifest includes this prefix."""
         self.is_learned = False
         """True if the prefix was read from a manifest. Then it is unknown which of its parts are optional."""
 
 
 class Paths:
-    """Known prefixes, least recently used first. Used by one thread.
+    """Known prefixes, least recently added or learned first: reads do not change the order. Used by one thread.
 
     Args:
         max_nodes: limit of prefixes and parts together.
@@ -54,7 +55,7 @@ class Paths:
             step = self._step(prefix)
             self._put(step, ManifestPart(tag_of(key), place.pack, place.offset, place.num_bytes))
             for need in needs:
-                self._step(prefix_of(need)).needed |= {tag_of(need)}
+                self._step(prefix_of(need)).needed_tags |= {tag_of(need)}
             before = next((other for need in needs if (other := prefix_of(need)) != prefix), _BEGINNING)
             if before or (step.before is None and not needs):
                 step.before = before
@@ -73,7 +74,7 @@ class Paths:
                 if part.tag in step.parts:
                     continue
                 if is_bad(part):
-                    step.needed |= {part.tag}
+                    step.needed_tags |= {part.tag}
                 else:
                     self._put(step, part)
             before = node.prefix
@@ -90,7 +91,7 @@ class Paths:
         seen: set[bytes] = set()
         while prefix != _BEGINNING:
             step = self._steps.get(prefix)
-            if step is None or step.before is None or prefix in seen or not step.needed <= step.parts.keys():
+            if step is None or step.before is None or prefix in seen or not step.needed_tags <= step.parts.keys():
                 return None
             seen.add(prefix)
             path.append(ManifestNode(prefix, list(step.parts.values())))
@@ -104,7 +105,7 @@ class Paths:
             del step.parts[tag_of(key)]
             self._num_parts -= 1
             if step.is_learned:
-                step.needed |= {tag_of(key)}
+                step.needed_tags |= {tag_of(key)}
 
     def manifest_prefixes_between(self, prefix: bytes, last: bytes, manifest_every: int) -> list[bytes]:
         """`last`, and the manifest points before it, down to `prefix` or to the first unknown prefix."""

@@ -107,8 +107,8 @@ def prove_copies_at_start(
     logger.info("proving copies of this GPU, seed %d", seed)
     rates = prove_copies(sides, memory.storages, paths, device, np.random.default_rng(seed), chunk_sizes)
     logger.info(
-        "copies of this GPU: stores %.1f GB/s, loads %.1f GB/s, checksums %.1f GB/s; %d pages of %s bytes went "
-        "both ways beside compute, and every byte and digest was right (%.2f s)%s",
+        "copies of this GPU: stores %.1f GB/s, loads %.1f GB/s, checksums %.1f GB/s; %d pages (sizes in bytes: "
+        "%s) went both ways beside compute, and every byte and digest was right (%.2f s)%s",
         rates.store_bytes_per_s / 1e9,
         rates.load_bytes_per_s / 1e9,
         rates.checksum_bytes_per_s / 1e9,
