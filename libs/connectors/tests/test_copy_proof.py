@@ -283,7 +283,8 @@ def test_a_worker_proves_its_copies_when_it_registers_kv_caches(
                 register(gpu, paths, caches)
             assert re.search(r"seed \d+", caplog.text)
             assert re.search(
-                r"stores \d+\.\d GB/s, loads \d+\.\d GB/s, checksums \d+\.\d GB/s; 5 pages \(sizes in bytes: 64\) ", caplog.text
+                r"stores \d+\.\d GB/s, loads \d+\.\d GB/s, checksums \d+\.\d GB/s; 5 pages \(sizes in bytes: 64\) ",
+                caplog.text,
             )
         for engine in paths.engines():
             engine.close()
