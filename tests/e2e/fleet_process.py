@@ -39,7 +39,7 @@ def run(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
     """
     index = engine.connector._scheduler._stack.secondary["object"]
     request_id = engine.add(prompt)
-    patience.wait_until(lambda: not index.generation or index._tracker.is_empty, "an answer of the store")
+    patience.wait_until(lambda: not index.generation or not index._tracker.num_open_keys, "an answer of the store")
     engine.run()
     result = engine.result(request_id)
     engine.drain()
