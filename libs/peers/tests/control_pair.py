@@ -85,7 +85,9 @@ class Rogue:
         self.sock.linger = 0
         self.sock.reconnect_ivl = -1
         (keys or CurveKeys.of(secret)).as_client(self.sock)
-        self.monitor = self.sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.monitor = self.sock.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
         self.sock.connect(f"tcp://{address[0]}:{address[1]}")
 
     def say(self, *words: WireMessage | bytes, more: bool = False) -> None:
@@ -99,6 +101,13 @@ class Rogue:
     def hear(self) -> WireMessage:
         assert self.sock.poll(TIMEOUT_S * 1000), "no message arrived"
         return CODEC.decode(self.sock.recv())
+
+    def is_thrown_out(self) -> bool:
+        """True if the other side has closed the connection."""
+        while self.monitor.poll(0):
+            if parse_monitor_message(self.monitor.recv_multipart())["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return True
+        return False
 
     def until_thrown_out(self) -> None:
         while self.monitor.poll(TIMEOUT_S * 1000):
