@@ -59,10 +59,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
     load, local = ConnectorMetrics.load, ConnectorMetrics.local
 
-    def loading(metrics: ConnectorMetrics, num_tokens: int, num_bytes: int, failed: bool, failures: Any) -> None:
+    def loading(metrics: ConnectorMetrics, num_bytes: int, failed: bool, failures: Any) -> None:
         found.loads += not failed
         found.tier_bytes += num_bytes * (not failed)
-        load(metrics, num_tokens, num_bytes, failed, failures)
+        load(metrics, num_bytes, failed, failures)
 
     def copying(metrics: ConnectorMetrics, source: str, num_tokens: int, num_bytes: int) -> None:
         found.local_tokens += num_tokens
