@@ -82,7 +82,7 @@ class Newcomer:
         return rogue
 
     def is_admitted(self) -> bool:
-        if self.attacked.num_admitted() == self.before + 1:
+        if self.attacked.num_admitted() > self.before:
             return True
         if self.rogue.is_thrown_out() or time.monotonic() > self.until_s:
             self.rogue.close()

@@ -20,7 +20,7 @@ from object_engines import FULL, WINDOW, Engine, chunks_of, path_of
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
 from hybridkv.tiers.object.bodies import ReadMemoryLimit
-from hybridkv.tiers.object.format.epoch import encode_epoch
+from hybridkv.tiers.object.format.epoch import decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
@@ -474,6 +474,47 @@ def test_a_close_waits_for_the_mark_of_a_reset_before_the_store_was_reached(
     resetting.close()
     assert not refusals and mark_name() in s3.objects
     assert loaded(s3, keys) is None
+    assert "a reset is not in the object store" not in caplog.text
+
+
+def test_the_mark_of_the_last_reset_is_written_last(s3: PlayedS3) -> None:
+    place = StoreLocation("s3://fleet", s3.settings(), b"s")
+    options = msgspec.structs.replace(OPTIONS, close_timeout_s=patience.seconds(1))
+    resetting = open_index(place, FINGERPRINT, 1, options, time.monotonic, clears_all=True)
+    is_first_mark, release = threading.Event(), threading.Event()
+
+    def hold_first_mark(request: Request) -> Trouble | None:
+        if request.method == "PUT" and request.name == mark_name() and not is_first_mark.is_set():
+            is_first_mark.set()
+            release.wait(patience.seconds(1))
+        return None
+
+    s3.trouble = hold_first_mark
+    resetting.clear()
+    assert is_first_mark.wait(patience.seconds(1))
+    resetting.clear()
+    threading.Timer(0.1, release.set).start()
+    namespace = resetting._client.namespace
+    resetting.close()
+    epoch = decode_epoch(Seals(b"s"), mark_name(), s3.objects[mark_name()])
+    assert epoch is not None and namespace_of(cache_name(b"s", FINGERPRINT, MANIFEST_EVERY), epoch) == namespace
+
+
+def test_a_mark_without_an_answer_is_no_lost_reset(s3: PlayedS3, caplog: pytest.LogCaptureFixture) -> None:
+    place = StoreLocation("s3://fleet", s3.settings(), b"s")
+    resetting = open_index(place, FINGERPRINT, 1, OPTIONS, time.monotonic, clears_all=True)
+    epochs = resetting._client._epochs
+
+    def lose_the_answer(request: Request) -> Trouble | None:
+        if request.method != "PUT" or request.name != mark_name():
+            return None
+        s3.objects[mark_name()] = encode_epoch(Seals(b"s"), mark_name(), epochs._epoch)
+        return Trouble(403)
+
+    s3.trouble = lose_the_answer
+    resetting.clear()
+    patience.wait_until(lambda: epochs._is_written, "the mark is read")
+    resetting.close()
     assert "a reset is not in the object store" not in caplog.text
 
 

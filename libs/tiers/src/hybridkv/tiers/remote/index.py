@@ -355,7 +355,7 @@ class RemoteIndex(Generic[P]):
                 return place
         return None
 
-    def _knows_none(self, keys: Iterable[Key]) -> bool:
+    def _knows_none(self, keys: Sequence[Key]) -> bool:
         """True if none of these keys is found, held, or in an open lookup."""
         return (
             self._found.by_key.keys().isdisjoint(keys)

@@ -86,7 +86,8 @@ class EpochTracker:
         self._must_begin_next = False
         """True if a reset came before the store was reached."""
         self._is_written = True
-        """False if a reset of this engine has no mark in the store yet."""
+        """False if the mark of the last reset of this engine was never in the store."""
+        self._writing = asyncio.Lock()
         self._lock = threading.Lock()
         """Protects the attributes above but `manifest_namespace`: both threads change them."""
         self.takes_objects = False
@@ -120,7 +121,7 @@ class EpochTracker:
         return epoch
 
     def warn_of_lost_reset(self) -> None:
-        """Log a warning if the mark of a reset was not written. Call after the loop has ended."""
+        """Log a warning if the mark of the last reset was never written. Call after the loop has ended."""
         if not self._is_written:
             logger.warning("a reset is not in the object store: other engines still find chunks of before the reset")
 
@@ -179,12 +180,13 @@ class EpochTracker:
     def _enter(self, epoch: int) -> None:
         is_first = self.manifest_namespace is None
         with self._lock:
-            if not is_first and epoch <= self._epoch:
-                return
+            if not is_first:
+                # The mark is in the store, or another engine's later epoch hides the same chunks.
+                self._is_written = self._is_written or epoch >= self._epoch
+                if epoch <= self._epoch:
+                    return
             if is_first and self._must_begin_next:
                 epoch = next_epoch(epoch, time.time())
-            elif not is_first:
-                self._is_written = True  # the later epoch of another engine hides the same chunks
             self._epoch = epoch
             self.namespace = self.manifest_namespace = namespace_of(self._cache, epoch)
         if is_first:
@@ -196,10 +198,14 @@ class EpochTracker:
             self._on_changed()
 
     async def _begin_epoch(self, epoch: int) -> None:
-        try:
-            await begin_epoch(self._store, self._seals, self._cache, epoch)
-        except Exception as error:
-            self._loop.log_failure("reset", error)
-            return
+        """Write the mark of an epoch of this engine, one mark at a time, so that the latest is written last."""
+        async with self._writing:
+            if epoch != self._epoch:
+                return  # a later epoch has its own write
+            try:
+                await begin_epoch(self._store, self._seals, self._cache, epoch)
+            except Exception as error:
+                self._loop.log_failure("reset", error)
+                return
         with self._lock:
             self._is_written = self._is_written or epoch == self._epoch
