@@ -25,7 +25,7 @@ MAX_MULTIPLE: Final = 16
 EPOCHS_PER_DISTANCE: Final = 32
 """A merged epoch has at most the bytes of all newer epochs divided by this number, or one unit if that is more."""
 MAX_EPOCHS: Final = 384
-"""With more epochs, neighbours are merged."""
+"""With more epochs after a request, neighbours are merged."""
 MAX_EPOCHS_PER_REQUEST: Final = UNITS_PER_CAPACITY
 """Limit for the epochs that one request begins, so that a long prompt costs a bounded time."""
 
@@ -39,7 +39,7 @@ class _ReuseEpoch:
         self.num_bytes = 0
         """Estimated size of all chunks and states that were last used in this epoch."""
         self.newer_bytes = 0
-        """Sum of `num_bytes` of all newer epochs, when the newest one began."""
+        """Sum of `num_bytes` of all newer epochs, after the last request that began an epoch."""
         self.merged_into: _ReuseEpoch | None = None
 
 
@@ -150,6 +150,8 @@ class ReuseEstimator:
             if epoch is not None:
                 _root(epoch).num_bytes -= num_bytes
             kept[key] = self._add_to_newest(num_bytes)
+        if self._num_request_epochs:
+            self._measure_epochs()
         if len(self._chunks) > MAX_CHUNKS:
             self._drop_old()
         while len(self._chunks) > MAX_CHUNKS * 3 // 4 and len(self._chunks) + len(chunks) > MAX_CHUNKS:
@@ -177,14 +179,18 @@ class ReuseEstimator:
     def _measure_chunks(self, chunks: Sequence[bytes]) -> None:
         sampled, weight = self._sample(chunks), self._mask + 1
         self._sampled_chunks += len(sampled) * weight
-        needed = 0.0
+        tokens, counts, find = self._chunk_tokens * weight, self._chunk_tokens_by_distance, self._chunks.get
+        needed, bucket, previous = 0.0, 0, None
         for key in sampled:
-            epoch = self._chunks.get(key)
+            epoch = find(key)
             if epoch is None:
                 break
-            # A prefix also needs all chunks before this one.
-            needed = max(needed, self._distance(epoch, self._chunk_bytes))
-            self._chunk_tokens_by_distance[self._bucket(needed)] += self._chunk_tokens * weight
+            if epoch is not previous:  # neighbours are often of the same epoch
+                previous = epoch
+                distance = self._distance(epoch, self._chunk_bytes)
+                if distance > needed:  # a prefix also needs all chunks before this one
+                    needed, bucket = distance, self._bucket(distance)
+            counts[bucket] += tokens
 
     def _measure_states(self, states: Sequence[bytes]) -> None:
         find = self._states.get
@@ -214,7 +220,7 @@ class ReuseEstimator:
         newest.num_bytes += num_bytes
         if newest.num_bytes >= self._unit_bytes and self._num_request_epochs < MAX_EPOCHS_PER_REQUEST:
             self._num_request_epochs += 1
-            self._begin_epoch()
+            self._epochs.append(_ReuseEpoch())
         return newest
 
     def _distance(self, epoch: _ReuseEpoch, own_bytes: int) -> float:
@@ -225,14 +231,14 @@ class ReuseEstimator:
     def _bucket(self, distance: float) -> int:
         return min(int(distance / self._unit_bytes), len(self._chunk_tokens_by_distance) - 1)
 
-    def _begin_epoch(self) -> None:
+    def _measure_epochs(self) -> None:
+        """Measures the distances of all epochs, after a request has begun new ones."""
         newer = 0
         for epoch in reversed(self._epochs):
             epoch.newer_bytes = newer
             newer += epoch.num_bytes
-        if len(self._epochs) >= MAX_EPOCHS:
+        if len(self._epochs) > MAX_EPOCHS:
             self._merge_epochs()
-        self._epochs.append(_ReuseEpoch())
 
     def _merge_epochs(self) -> None:
         """Merges adjacent epochs. The older they are, the larger a merged epoch can be."""

@@ -131,6 +131,8 @@ class Prefetches:
 
     def pump(self, now_s: float) -> None:
         """Send the chunks that may be sent now. Ends the prefixes that are done, have failed, or take too long."""
+        if not self._prefixes and not self._refused_leases:
+            return
         self.pass_time(now_s)
         if self._refused_leases:
             self._refused_leases = {

@@ -337,9 +337,11 @@ class OffloadScheduler:
     def on_output(self, output: KVConnectorOutput) -> None:
         """Applies the outputs of one step."""
         outcome = output.kv_connector_worker_meta
-        self._loads.prefill_speed.on_output(outcome.measured_step if isinstance(outcome, StepOutcome) else 0)
-        if isinstance(outcome, StepOutcome):
+        measured_step = 0
+        if outcome is not None and isinstance(outcome, StepOutcome):
+            measured_step = outcome.measured_step
             self.on_outcome(outcome)
+        self._loads.prefill_speed.on_output(measured_step)
         for request_id in output.finished_recving or ():
             tracked = self._requests.get(request_id)
             num_tokens = self._in_flight.on_ended(request_id, tracked, request_id in output.failed_recving)
