@@ -58,17 +58,12 @@ class _PackMove:
     key: Key
     slot: ObjectSlot
     views: list[memoryview]
+    num_bytes: int
+    """Size of the chunk."""
+    end: int
+    """Offset after the chunk in its pack, in bytes."""
     has_ended: bool = False
     """True after its completion. One thread at a time works on a move."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slot.num_bytes
-
-    @property
-    def end(self) -> int:
-        """Offset after the chunk, in bytes."""
-        return self.slot.offset + HEADER_BYTES + self.num_bytes
 
 
 class ObjectMedium(RemoteMedium):
@@ -131,7 +126,8 @@ class ObjectMedium(RemoteMedium):
             failure = Failure(FailureReason.IO, "the slot is not a place in a pack, or the key is too long")
             self._end(Completion(ticket, failure))
             return None
-        return _PackMove(ticket, key, slot, views)
+        num_bytes = slot.num_bytes
+        return _PackMove(ticket, key, slot, views, num_bytes, slot.offset + HEADER_BYTES + num_bytes)
 
     def drain(self, timeout_s: float) -> bool:
         self.flush()
@@ -246,11 +242,14 @@ class ObjectMedium(RemoteMedium):
                 batch = _first_batch(left)
                 completions = self._read_batch(stream, name, batch)
                 del left[: len(batch)]
+                ended = []
                 for move, completion in zip(batch, completions, strict=True):
                     if completion.failure is None or is_last:
-                        self._end_move(move, completion)
+                        move.has_ended = True
+                        ended.append(completion)
                     else:
                         bad.append(move)
+                self._end(*ended)
         except Exception as error:
             if not isinstance(error, FileNotFoundError) and _is_beyond(error):
                 error = FileNotFoundError(str(error))
@@ -265,7 +264,9 @@ class ObjectMedium(RemoteMedium):
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in batch]
         views: list[memoryview] = []
         for move, header in zip(batch, headers, strict=True):
-            views += [memoryview(bytearray(move.slot.offset - at)), header, *move.views]
+            if move.slot.offset > at:
+                views.append(memoryview(bytearray(move.slot.offset - at)))
+            views += [header, *move.views]
             at = move.end
         stream.skip_to(first)
         end = first + stream.read_into(views)

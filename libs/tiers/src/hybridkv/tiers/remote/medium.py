@@ -46,11 +46,11 @@ class RemoteMedium:
             return None
         return views
 
-    def _end(self, completion: Completion) -> None:
-        """Queue a completion. Thread-safe."""
+    def _end(self, *completions: Completion) -> None:
+        """Queue completions. Thread-safe."""
         with self._changed:
-            self._num_open -= 1
-            self._completions.append(completion)
+            self._num_open -= len(completions)
+            self._completions += completions
             self._changed.notify_all()
 
     def poll(self) -> list[Completion]:
