@@ -6,7 +6,7 @@ The rows are what a run of the zoo saw; Bazel keeps them among the test's undecl
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from families import ANSWER_TOKENS, FAMILIES, Family, Resumable
@@ -19,18 +19,20 @@ groups of their families, on vLLM's CPU build. [Groups](../concepts/groups.md) e
 _SERVED = """\
 ## Served
 
-The engine loses its cache, the prefix is restored, and the answer equals the one after the engine's own hit of the same
-length: in tokens, in log-probabilities to the last digit, and in every byte of every page. The same holds for the next
-turn of a conversation (the last prompt, its answer of {answer} tokens, and 16 more), and for four requests at once that
-share prefixes in pairs. 256/258: 256 tokens of a prompt of 258 are restored. As a control, another prefix and each
-zeroed part of the stored pages change the answer; `K of 3` means the keys of each of 3 groups."""
+The engine loses its cache, and the connector restores the prefix. Then the answer equals the answer after the engine's
+own hit of the same length: in tokens, in log-probabilities to the last digit, and in every byte of every page. The same
+holds for the next turn of a conversation (the last prompt, its answer of {answer} tokens, and 16 more), and for four
+requests at once that share prefixes in pairs. As a control, another prefix and each zeroed part of each group's pages
+change the answer.
+
+Restored tokens of each prompt: {restored}; of the next turn: {next_turn}; of the four requests: {at_once}."""
 _MAMBA2 = """\
 vLLM 0.32's CPU build cannot run Mamba-2 families with prefix caching: it stops with an IndexError in `mamba_mixer2.py`.
-The test replaces that scan (`tests/zoo/mamba2_cpu.py`). Log-probabilities of their next turn are as near as the
-engine's own runs in other steps are to each other; its bytes are equal."""
+The test replaces that scan (`tests/zoo/mamba2_cpu.py`). In the next turn of these families, bytes are equal, and
+log-probabilities differ no more than in the engine's own runs in other steps."""
 _STEPS = """\
-Without a connector (`//tests/zoo:steps_test`), steps of other sizes and other requests in the batch change
-log-probabilities by at most 0.001 in float32, and of Qwen3-Next in bfloat16 by at most 0.3.
+Without a connector, steps of other sizes and other requests in the batch change log-probabilities by at most 0.001 in
+float32, and of Qwen3-Next in bfloat16 by at most 0.3 (`//tests/zoo:steps_test`).
 
 LFM2, and DeepSeek-V3 with AMX, need `--compilation-config '{"custom_ops": ["-rotary_embedding"]}'` (or `["none"]`).
 With the kernel for rotary embeddings of vLLM 0.32's CPU build their answers depend on the size of steps and on the
@@ -61,11 +63,11 @@ def render(rows: Mapping[str, Row]) -> str:
     parts = [
         _TITLE,
         _INTRODUCTION,
-        _SERVED.format(answer=ANSWER_TOKENS),
+        _SERVED.format(answer=ANSWER_TOKENS, **_restored(rows, served)),
         "\n".join(
             [
-                "| model | groups | chunk | came back | next turn | four at once | zeroing shows |",
-                "| --- | --- | --- | --- | --- | --- | --- |",
+                "| model | groups | chunk |",
+                "| --- | --- | --- |",
                 *(line(family, rows[family.name]) for family in served),
             ]
         ),
@@ -83,18 +85,7 @@ def line(family: Family, row: Row) -> str:
     model = f"{family.title}: {family.note}" if family.note else family.title
     if row.refusal:
         return f"| {model} | {row.refusal} |"
-    assert row.next_turn is not None
-    [together] = {tuple(pair) for pair in row.at_once}
-    cells = [
-        model,
-        row.groups,
-        str(row.chunk_tokens),
-        ", ".join(_of(*pair) for pair in row.restored),
-        _of(*row.next_turn),
-        _of(*together),
-        ", ".join(row.controls),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    return f"| {model} | {row.groups} | {row.chunk_tokens} |"
 
 
 def depends_on_machine(family: Family) -> bool:
@@ -102,8 +93,18 @@ def depends_on_machine(family: Family) -> bool:
     return family.resumable is Resumable.WITH_AMX or family.names_machine
 
 
-def _of(hit: int, length: int) -> str:
-    return f"{hit}/{length}"
+def _restored(rows: Mapping[str, Row], served: list[Family]) -> dict[str, str]:
+    """Hits and lengths of all prompts, without the families that are refused on some machines."""
+    everywhere = [rows[family.name] for family in served if not depends_on_machine(family)]
+    return {
+        "restored": _list(pair for row in everywhere for pair in row.restored),
+        "next_turn": _list(row.next_turn for row in everywhere if row.next_turn),
+        "at_once": _list(pair for row in everywhere for pair in row.at_once),
+    }
+
+
+def _list(pairs: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{hit} of {length}" for hit, length in sorted({(hit, length) for hit, length in pairs}))
 
 
 if __name__ == "__main__":

@@ -240,8 +240,8 @@ def descriptors(
 ) -> npt.NDArray[np.uint64]:
     """(address, bytes, device) of each range. The ranges must be checked.
 
-    These lists are built for each post. Prepared lists, indexed by number, did not make reads faster: see
-    docs/reference/nixl.md.
+    These lists are built for each post. Prepared lists, indexed by number, as in vLLM, made reads no faster in a test
+    with 64 to 4096 blocks of 16 KiB.
     """
     devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
     return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)
