@@ -17,7 +17,6 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "VLLM_KV_CACHE_LAYOUT",
         "_handle_invalid_blocks",
         "bidirectional_kv_xfer",
-        "compress_ratios",
         "mamba_mixer2.py",
         "mamba_ssm_cache_dtype",
         "model_loader_extra_config",
