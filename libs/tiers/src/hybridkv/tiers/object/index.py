@@ -153,8 +153,11 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         needs_pack = self._packs.needs_pack(key, num_bytes)
         if not self._bytes_budget.is_left() or (needs_pack and not self._packs_budget.is_left()):
             return Refusal.BUSY
-        if not self._checks.may_store(key):
-            return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
+        may_store = self._checks.may_store(key)
+        if key in self._found.by_key:  # the call above may have polled a late answer
+            return Refusal.PRESENT
+        if not may_store:
+            return Refusal.BUSY
         place = self._packs.place(key, num_bytes, extends[-1:])
         self._bytes_budget.spend(num_bytes)
         self._packs_budget.spend(needs_pack)
