@@ -12,6 +12,7 @@ from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
     BatchedIndex,
     Extends,
+    Failure,
     FailureReason,
     Key,
     Refusal,
@@ -25,6 +26,8 @@ from hybridkv.tiers.object import (  # noqa: E402
     ObjectSlot,
     PackPlace,
 )
+from hybridkv.tiers.ram import RamIndex  # noqa: E402
+from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, TierStack  # noqa: E402
 from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
@@ -195,6 +198,39 @@ def test_a_pinned_result_expires_after_its_unpin() -> None:
     assert bench.index.lookup(A) is HIT
     bench.index.unpin(A)
     assert bench.index.lookup(A) is MISS
+
+
+def test_a_chunk_that_is_found_during_its_reservation_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = IndexBench()
+    bench.index.touch([A], [()])
+    bench.index.start_lookup([A], 1.0)
+    bench.time_s = 1.5  # the lookup has timed out, and its answer comes late
+    is_storable = bench.index._is_storable
+
+    def answer_late() -> bool:
+        """Called between the two places where `reserve` reads the client's events."""
+        bench.depot.answer()
+        return is_storable()
+
+    monkeypatch.setattr(bench.index, "_is_storable", answer_late)
+    assert bench.index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
+    assert bench.index.pin(A) is not None
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 3.0])
+def test_wrong_bytes_are_retracted_even_if_the_result_has_expired_meanwhile(wait_s: float) -> None:
+    bench = IndexBench(found_s=60.0)
+    stack = TierStack(RamIndex(1 << 20, CHUNK_BYTES), [SecondaryTier("object", bench.index)], 1, lambda: bench.time_s)
+    bench.look_up(A)
+    bench.index.pin(A)
+    bench.index.unpin(A)
+    bench.time_s = 58.0
+    stack.acquire("r", [A])
+    (move,) = stack.take_moves()
+    bench.time_s += wait_s
+    bench.index.lookup(A)
+    stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CHECKSUM, "wrong bytes")))
+    assert [key for key, _ in bench.depot.retracted] == [A]
 
 
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING])

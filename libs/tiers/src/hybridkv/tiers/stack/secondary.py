@@ -307,9 +307,10 @@ class SecondaryTierState:
             self.num_timeout_events += in_flight.is_timed_out
             if failure is None and not in_flight.is_timed_out:
                 self._measure_read(in_flight.num_bytes)
-            self.index.unpin(move.key)
+            # Before the unpin, which may drop an expired entry: the index must still know the place of the wrong bytes.
             if failure is not None and failure.reason not in _CHUNK_IS_NOT_AT_FAULT:
                 self.index.invalidate(move.key, failure.reason)
+            self.index.unpin(move.key)
         elif self._end_or_retry_cascade(move.key, failure):
             return in_flight
         self._counts.add(direction, _DONE if failure is None else _FAILED, in_flight.num_bytes, failure)
