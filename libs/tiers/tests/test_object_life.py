@@ -13,15 +13,16 @@ from typing import Any
 
 import patience
 import pytest
-from object_depots import depot_at, manifests, packs, patient
+from object_depots import FINGERPRINT, depot_at, manifests, packs, patient
 from object_engines import CHUNK_BYTES, Engine, chunks_of, last_is_named, path_of
 from obstore.store import MemoryStore
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
-from hybridkv.tiers.object import ObjectOptions, keep_alive
+from hybridkv.tiers.object import ObjectOptions, keep_alive, open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
+from hybridkv.tiers.object.names import manifest_name, prefix_of
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 TO_LIVE_S = 1000.0
@@ -381,3 +382,19 @@ def test_a_failed_renewal_is_counted_and_retried(
     other = start(tmp_path, engines)
     assert other.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
+
+
+def test_a_manifest_of_an_earlier_epoch_is_not_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+    """Its write ended after another engine had begun a new epoch."""
+    engine = Engine(depot_at(tmp_path), options=options(epoch_check_s=0.02))
+    engines.append(engine)
+    client: Any = engine.index._client
+    patience.wait_until(lambda: client._epochs.manifest_namespace is not None, "the store is reached")
+    earlier = client._epochs.manifest_namespace
+    resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
+    resetting.clear()
+    resetting.close()
+    patience.wait_until(lambda: client._epochs.manifest_namespace != earlier, "the new epoch is noticed")
+    prefix = prefix_of(path_of(1)[0])
+    client._renewer.on_written(prefix, manifest_name(earlier, prefix))
+    assert not client._renewer._keep_alive._manifests

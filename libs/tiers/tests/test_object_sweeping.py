@@ -122,6 +122,20 @@ def test_a_burst_of_equal_age_is_cut_only_to_the_capacity(depot: Path) -> None:
     assert 0 < total_bytes(depot) <= before // 2
 
 
+def test_objects_with_equal_times_are_deleted_together(depot: Path) -> None:
+    """A file system with times of one second, or a restored copy."""
+    stored(depot, b"a")
+    stored(depot, b"b")
+    at_s = time.time() - 5000.0
+    for path in (*manifests(depot), *packs(depot)):
+        os.utime(path, (at_s, at_s))
+    newer = stored(depot, b"c", 1000.0)
+    capacity = int(total_bytes(depot) * 0.95)
+    sweep(depot, capacity_bytes=capacity)
+    assert total_bytes(depot) <= capacity
+    assert found(depot, *newer) == NUM_KEYS
+
+
 def test_paths_unused_for_long_are_deleted(depot: Path) -> None:
     old, new = stored(depot, b"a", 50 * HOUR_S), stored(depot, b"b", 2 * HOUR_S)
     sweep(depot, unused_s=24 * HOUR_S)

@@ -250,12 +250,10 @@ class Sweep:
                 exact.append((meta["last_modified"].timestamp(), meta["size"]))
         kept_s = from_s
         for modified_s, size in sorted(exact):
-            kept_s = modified_s
             if surplus_bytes <= 0:
                 break
             surplus_bytes -= size
-        else:
-            kept_s += 1e-6  # delete all of them
+            kept_s = modified_s + 1e-6  # also objects with an equal time
         return max(from_s, kept_s)
 
     def _sweep_manifests(self, kept_from_s: float, present: NameFilter | None) -> NameFilter | None:

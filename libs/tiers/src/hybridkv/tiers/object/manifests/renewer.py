@@ -116,8 +116,9 @@ class ManifestRenewer:
             self._keep_alive.stored(packs)
 
     def on_written(self, prefix: bytes, name: str) -> None:
-        """Record a manifest that was written."""
-        if self._keep_alive is not None:
+        """Record a manifest that was written. One of an earlier epoch is ignored, because it is not read any more."""
+        namespace = self._epochs.manifest_namespace
+        if self._keep_alive is not None and namespace is not None and name == manifest_name(namespace, prefix):
             self._keep_alive.written(prefix, name)
             self._renew()
 
