@@ -585,6 +585,22 @@ def adapter_version(engine: FakeEngine, name: str, version: Any) -> Any:
     return request
 
 
+@pytest.mark.parametrize(("version", "chunks"), [(None, [0, 1, 2]), ("oath", [2])])
+def test_a_held_store_has_as_many_states_as_one_call_stores(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, chunks: list[int]
+) -> None:
+    """A held store keeps all its pages, so with more states than pages it would wait for itself."""
+    engine = FakeEngine((STATE, FULL), max_chunks=2)
+    monkeypatch.setattr(engine.adapters, "is_still_valid", lambda version: True)
+    request = adapter_version(engine, "r", version)
+    (block,) = [block for block in engine.tables["r"][0] if not block.is_null]
+    states = {"r": [(0, block.block_id, number * CHUNK) for number in (1, 2, 3)]}
+    (store,) = engine.step({"r": len(PROMPT)}, states=states).stores
+    assert [copy.chunk for copy in store.copies if copy.group_index == 0] == chunks
+    engine.tell({store.store_id: StoreOutcome(1)})
+    finish(engine, request)
+
+
 @pytest.mark.parametrize("holds", [False, True])
 def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, holds: bool

@@ -172,7 +172,8 @@ class StoreTracker:
         copies = self._attention(tracked, known, final, tables) if known is not None else []
         # A state's key needs the lookahead tokens of a drafter after it.
         named = min(final, hashed - spec.lookahead_tokens)
-        copies += state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], named)
+        new = state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], named)
+        copies += new if tracked.adapter_version is None else self._newest(new)
         for _ in range(sum(state.num_tokens % chunk != 0 for state in states)):
             self._metrics.store(GroupKind.RECURRENT, "dropped_not_aligned")
         if not copies:
@@ -204,6 +205,14 @@ class StoreTracker:
         span = storable(self._geometry, blocks, begins, complete)
         tracked.stored_tokens = span.end
         return store_copies(self._geometry, self._spec.stored_groups, blocks, span, separate=separate)
+
+    def _newest(self, copies: Sequence[PageCopy]) -> list[PageCopy]:
+        """Copies of the last states, as many as one call to the server stores: a held store keeps all its pages."""
+        boundaries = sorted({copy.chunk for copy in copies})[-chunks_at_once(self._load_tracker.max_chunks) :]
+        newest = [copy for copy in copies if copy.chunk in boundaries]
+        if len(newest) < len(copies):
+            self._metrics.store(GroupKind.RECURRENT, "dropped_no_room", len(copies) - len(newest))
+        return newest
 
     def take_releases(self) -> tuple[StoreRelease, ...]:
         """Returns and clears the decisions on held stores."""
