@@ -179,6 +179,7 @@ class Reference:
 
     def start_over(self) -> None:
         self.polls, self.gate_since, self.held = 0, None, None
+        self.room_limit = None
         self.hopeless.clear()
         self.resigned = None
 

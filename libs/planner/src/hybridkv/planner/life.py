@@ -191,10 +191,11 @@ def promoted(
 def allocated(stage: Stage, boundary: int | None) -> Stage:
     """The engine gave blocks to the request: to load up to `boundary`, or to compute (None)."""
     past = stage.past
-    if past.lookup_deadline_s is not None:
-        # The request searches again only if it loses its blocks or the load fails. The answers are old then, so that
-        # search sends new lookups.
-        past = replace(past, lookups_sent_s=None, lookup_deadline_s=None)
+    if past.lookup_deadline_s is not None or past.tier_since_s is not None or past.stores_since_s is not None:
+        # The request searches again only if it loses its blocks or the load fails. Then it sends new lookups, because
+        # the answers are old, and its waits begin anew. A wait may be open here: below HybridMultiConnector, another
+        # child may answer while this one waits.
+        past = replace(past, lookups_sent_s=None, lookup_deadline_s=None, tier_since_s=None, stores_since_s=None)
     return _next_attempt(past) if boundary is None else Loading(past, boundary)
 
 
@@ -359,9 +360,9 @@ def _only_primary(stage: Stage) -> Stage:
 
 
 def _started_over(past: Past) -> Past:
-    if past.room is NOT_WAITED and not past.waited_in_vain:
+    if past.room is NOT_WAITED and not past.waited_in_vain and past.room_limit is None:
         return past
-    return replace(past, room=NOT_WAITED, waited_in_vain=False)
+    return replace(past, room=NOT_WAITED, waited_in_vain=False, room_limit=None)
 
 
 def _next_attempt(past: Past) -> Stage:

@@ -24,8 +24,8 @@ class Past(msgspec.Struct, frozen=True):
     Args:
         failed_loads: number of failed loads, ever.
         boundary_limit: a load to this boundary failed for an unknown reason: only shorter loads are offered.
-        room_limit: the primary tier has no room for a longer load: only shorter loads are offered. Not used if
-            `only_primary`.
+        room_limit: the primary tier had no room for a longer load: only shorter loads are offered until the request
+            starts over. Not used if `only_primary`.
         only_primary: secondary tiers timed out: the request uses only the primary tier.
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
