@@ -97,13 +97,25 @@ def test_an_unanswered_call_ends_at_its_deadline_and_its_late_answer_is_reported
     channel = _channel(server)
     try:
         late: list[bool] = []
-        first: CallResult[bool] = wait(
-            lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, lambda: late.append(True))
-        )
+        first: CallResult[bool] = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, late.append))
         assert isinstance(first, CallFailure) and first.reason is CallFailureReason.TIMEOUT
         assert not late
         assert _ping(channel) == CallAnswer(True)
         assert eventually(lambda: late == [True])
+    finally:
+        channel.close(TIMEOUT_S)
+
+
+def test_a_late_call_is_reported_when_its_connection_is_dropped(server: ScriptedServer) -> None:
+    server.script = silent
+    channel = _channel(server)
+    try:
+        late: list[bool] = []
+        first: CallResult[bool] = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, late.append))
+        assert isinstance(first, CallFailure) and first.reason is CallFailureReason.TIMEOUT
+        assert not late
+        channel.drop()
+        assert eventually(lambda: late == [False])
     finally:
         channel.close(TIMEOUT_S)
 

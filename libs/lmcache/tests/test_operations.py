@@ -28,16 +28,19 @@ class FakeChannel:
         self.answers = answers
         self.calls: list[str] = []
         self.timeouts_s: list[float] = []
+        self.on_late: Callable[[bool], None] | None = None
+        """Of the last call that has one."""
 
     def call(
         self,
         call: RpcCall[Any],
         timeout_s: float,
         on_end: Callable[[CallResult[Any]], None],
-        on_late: Callable[[], None] | None = None,
+        on_late: Callable[[bool], None] | None = None,
     ) -> None:
         self.calls.append(call.name)
         self.timeouts_s.append(timeout_s)
+        self.on_late = on_late or self.on_late
         on_end(self.answers.get(call.name, CallAnswer(None)))
 
 
@@ -45,7 +48,7 @@ def _ready(registration: Registration | None = None) -> Ready:
     return Ready(ServerFacts("0.5.7rc2", True, 0, False, "blake3"), CODEC_0_5_7RC2, CHUNK, registration)
 
 
-def test_sessions_with_a_lost_end_are_ended_once_when_the_server_returns() -> None:
+def test_sessions_with_a_lost_end_are_ended_when_the_server_returns() -> None:
     channel = FakeChannel({"end_session": CallFailure(CallFailureReason.LOST)})
     posted: list[Callable[[Ready], None]] = []
     connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=posted.append)
@@ -58,8 +61,32 @@ def test_sessions_with_a_lost_end_are_ended_once_when_the_server_returns() -> No
     assert len(posted) == 1
     posted[0](_ready())
     assert channel.calls == ["end_session"] * 3
-    posted[0](_ready())
-    assert len(channel.calls) == 3 and len(posted) == 1
+    assert len(posted) == 2, "these ends are lost too"
+    channel.answers.clear()
+    for _ in range(2):
+        posted[1](_ready())
+        assert channel.calls == ["end_session"] * 6 and len(posted) == 2
+
+
+@pytest.mark.parametrize("reason", [CallFailureReason.LOST, CallFailureReason.TIMEOUT])
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_the_session_of_a_lost_store_is_ended(reason: CallFailureReason, is_answered: bool) -> None:
+    channel = FakeChannel({"store": CallFailure(reason)})
+    posted: list[Callable[[Ready], None]] = []
+    ready = _ready(Registration(1, "model", 1, ()))
+    connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready, post=posted.append)
+    settled: list[bool] = []
+    Operations(connection, lambda: 0.0).store(
+        PREFIX, 0, (0, 2), Pages(TakenPages(1, {}), []), 1.0, lambda ended: None, lambda: settled.append(True)
+    )
+    assert channel.calls == ["store"] and not settled
+    if reason is CallFailureReason.TIMEOUT:
+        assert channel.on_late is not None and not posted
+        channel.on_late(is_answered)
+        assert settled == [True] * is_answered, "the server may still read the pages"
+    for task in posted:
+        task(ready)
+    assert channel.calls == ["store", "end_session"]
 
 
 def test_sessions_are_ended_with_the_next_one_if_the_task_was_dropped() -> None:

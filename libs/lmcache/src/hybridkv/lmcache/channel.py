@@ -47,7 +47,7 @@ class _OpenCall:
     call: RpcCall[Any]
     until_s: float
     on_end: Callable[[Any], None] | None
-    on_late: Callable[[], None] | None
+    on_late: Callable[[bool], None] | None
 
 
 class Channel:
@@ -104,12 +104,13 @@ class Channel:
         call: RpcCall[T],
         timeout_s: float,
         on_end: Callable[[CallResult[T]], None],
-        on_late: Callable[[], None] | None = None,
+        on_late: Callable[[bool], None] | None = None,
     ) -> None:
         """Sends a call. `on_end` is called exactly once.
 
-        `on_late` is called if the answer comes after an `on_end` with TIMEOUT. It is not called if the connection is
-        dropped or closed before, or if more than `MAX_LATE` later calls time out.
+        `on_late` is called after an `on_end` with TIMEOUT: with True when the answer comes, or with False if the
+        connection is dropped before. It is not called if the channel is closed before, or if more than `MAX_LATE` later
+        calls time out.
         """
         reason = self._begin()
         if reason is not None:
@@ -283,9 +284,11 @@ class Channel:
             return  # `_finish` ends all calls with CLOSED
         self._disconnect()
         open_calls, self._open_calls = self._open_calls, {}
-        self._late.clear()
+        late, self._late = self._late, {}
         for each in open_calls.values():
             self._end(each, CallFailure(CallFailureReason.LOST, each.call.name))
+        for each in late.values():
+            self._end_late(each, is_answered=False)
         self._reconnect()
 
     def _reconnect(self) -> None:
@@ -351,8 +354,8 @@ class Channel:
         open_call = self._open_calls.pop(frames[0], None)
         if open_call is not None:
             self._end(open_call, self._value(open_call.call, frames, num_frames))
-        elif (open_call := self._late.pop(frames[0], None)) is not None and open_call.on_late is not None:
-            self._safely(open_call.on_late)
+        elif (open_call := self._late.pop(frames[0], None)) is not None:
+            self._end_late(open_call, is_answered=True)
         return True  # frames of no call are ignored
 
     def _value(self, call: RpcCall[Any], frames: list[bytes], num_frames: int) -> CallResult[Any]:
@@ -369,6 +372,11 @@ class Channel:
         if on_end is not None:
             self._safely(lambda: on_end(ended))
         self._count_ended()  # after the callback, so that `drain` waits for the callback
+
+    def _end_late(self, open_call: _OpenCall, *, is_answered: bool) -> None:
+        on_late = open_call.on_late
+        if on_late is not None:
+            self._safely(lambda: on_late(is_answered))
 
     def _count_ended(self) -> None:
         with self._changed:

@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -63,7 +64,7 @@ class PrefixHit:
 
 
 AGAIN_S = 5.0
-"""Timeout of the second call that ends a session, in seconds."""
+"""Timeout of a further call that ends a session, in seconds."""
 MAX_UNENDED = 1024
 """Maximum sessions to end when a lost server is usable again. Older sessions are left to the server."""
 
@@ -222,7 +223,7 @@ class Operations:
             on_end(ended)
 
         call = ready.codec.retrieve(key, pages.taken.instance, pages.block_ids)
-        self._move(call, timeout_s, count, finish)
+        self._move(call, found.session, timeout_s, count, finish)
 
     def store(
         self,
@@ -255,7 +256,7 @@ class Operations:
             on_end(ended)
 
         call = ready.codec.store(key, pages.taken.instance, pages.block_ids)
-        self._move(call, timeout_s, count, finish)
+        self._move(call, session, timeout_s, count, finish)
 
     def confirm(
         self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[CallResult[None]], None]
@@ -344,11 +345,15 @@ class Operations:
     def _move(
         self,
         call: RpcCall[MoveAnswer],
+        session: str,
         timeout_s: float,
         on_end: Callable[[CallResult[None]], None],
         finish: Callable[[bool], None],
     ) -> None:
-        """Sends a call. `finish` is called when the server no longer executes the call, with True if it was sent."""
+        """Sends a call. `finish` is called when the server no longer executes the call, with True if it was sent.
+
+        If the connection is lost before, only the session is ended, when the server is usable again.
+        """
 
         def end(ended: CallResult[MoveAnswer]) -> None:
             if isinstance(ended, CallAnswer):
@@ -360,8 +365,16 @@ class Operations:
                 on_end(ended)
                 if ended.reason not in MAY_STILL_RUN:
                     finish(ended.reason not in NOT_SENT)
+                elif ended.reason is CallFailureReason.LOST:
+                    self._forget_later(session)
 
-        self._channel.call(call, timeout_s, end, lambda: finish(True))
+        def end_late(is_answered: bool) -> None:
+            if is_answered:
+                finish(True)
+            else:
+                self._forget_later(session)
+
+        self._channel.call(call, timeout_s, end, end_late)
 
     def _free(
         self, found: PrefixHit, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None
@@ -388,7 +401,7 @@ class Operations:
             freed(CallAnswer(None))
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
-        """Ends a session. Without an answer, the session is ended once more when the server answers again."""
+        """Ends a session. Without an answer, the session is ended again when the server answers again."""
 
         def ended(answer: CallResult[None]) -> None:
             if isinstance(answer, CallFailure):
@@ -410,7 +423,11 @@ class Operations:
             sessions = list(self._unended)
             self._unended.clear()
         for session in sessions:
-            self._channel.call(ready.codec.end_session(session), AGAIN_S, lambda ended: None)
+            self._channel.call(ready.codec.end_session(session), AGAIN_S, partial(self._on_ended_again, session))
+
+    def _on_ended_again(self, session: str, ended: CallResult[None]) -> None:
+        if isinstance(ended, CallFailure) and ended.reason is CallFailureReason.LOST:
+            self._forget_later(session)
 
     def _count(self, operation: str, ended: CallResult[object], **done: int) -> None:
         with self._lock:
