@@ -80,7 +80,7 @@ class LMCacheScheduler:
         self._metrics = metrics
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
-        self._engine_corruption = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
@@ -104,6 +104,7 @@ class LMCacheScheduler:
         if before is not None and before is not tracked:
             # A new request has the id of a finished one.
             self._load_tracker.on_request_finished(before.request_id)
+        self._engine_corruption.track(request)
         if tracked.request_keys is not None:
             self._load_tracker.start_lookup(tracked)
             if not self._loads(request):

@@ -72,7 +72,7 @@ class OffloadScheduler:
         self._hints = HintReader(metrics, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, self._hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
-        self._engine_corruption = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
         local.is_corrupt = self._engine_corruption.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
@@ -128,7 +128,10 @@ class OffloadScheduler:
         """
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
-        if tracked is not known and self._kv_role.loads:
+        if tracked is known:
+            return tracked
+        self._engine_corruption.track(request)
+        if self._kv_role.loads:
             if tracked.hints.prefetch:
                 self._prefetcher.begin(request, self._keeper.ram_bytes_left)
             elif self._may_look_up(tracked):
