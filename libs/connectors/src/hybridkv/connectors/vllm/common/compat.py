@@ -312,6 +312,11 @@ def skips_prefix_cache(request: Any) -> bool:
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
+def num_preemptions(request: Any) -> int:
+    """Number of times that the engine has preempted a request."""
+    return int(getattr(request, "num_preemptions", 0))
+
+
 def is_session(request: Any) -> bool:
     """Whether a request is a session: its client may send further input after each answer (streaming input)."""
     return bool(getattr(request, "resumable", False))
