@@ -127,6 +127,24 @@ def test_an_identity_of_name_and_path_alone_is_caught(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_request_preempted_between_two_steps_stores_all_chunks(tmp_path: Path, has_adapter: bool) -> None:
+    """The next step admits it again."""
+    lora = train(tmp_path, 1) if has_adapter else None
+    with open_engine(tmp_path, max_step_tokens=64) as life:
+        if lora is not None:
+            life.engine.submit("another", list(range(500, 560)), 2, lora, 1)
+            life.engine.drain()
+            assert life.adapters.wait_until_idle(SOON_S)
+        life.engine.submit("preempted", PROMPT, 4, lora, 1)
+        life.engine.step()
+        life.engine.step()
+        life.engine.preempt_all()
+        life.engine.drain()
+        assert life.engine.preemptions == 1
+        assert life.restored(lora, 1) == 192
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
 def test_chunks_stored_after_a_reset_are_found_by_the_same_engine_only(tmp_path: Path, has_adapter: bool) -> None:
     """Weights may have been changed in place: the next engine reads others from the files."""
     lora = train(tmp_path, 1) if has_adapter else None

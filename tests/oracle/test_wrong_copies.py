@@ -1,4 +1,5 @@
-"""Wrong results of the engine after its own hits inside blocks are never served to another request.
+"""Wrong results of the engine after its own hits inside blocks, and after dropped steps, are never served to another
+request.
 
 This engine copies blocks as vLLM 0.32 does: of an attention block no more bytes than a state has, and all sources are
 read before anything is written. Reads of requests that the engine misleads are not checked; reads of all others are. A
@@ -13,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
+from oracle.content import Transcript
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory
-from oracle.mixes import Group, Kind, Layers, Mix
+from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.pairs import CALM, Pair
 from oracle.profile import profile
 from oracle.runner import CorruptionError, FakeRunner
@@ -183,6 +188,71 @@ def test_a_producer_offers_no_wrongly_copied_blocks(
             assert params is not None
             pair.decode("of_other", list(range(200, 265)), 3, params)
             pair.drain()
+
+
+def run_session(engine: OracleEngine, inputs: list[list[int]]) -> list[int]:
+    """Runs a session with these inputs, and ends it. A stop token ends each answer. Returns the session's tokens."""
+    session, tokens = None, []
+    for new in inputs:
+        transcript = Transcript([*tokens, *new], 12, 0)
+        stop = transcript.outputs[4]
+        num_outputs = transcript.outputs.index(stop) + 1
+        engine._transcripts["session"], engine._produced["session"] = transcript, []
+        parameters = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=[stop])
+        request = Request("session", list(new), parameters, None, block_hasher=engine._hasher, resumable=True)
+        session = session or request
+        engine.scheduler.add_request(request)
+        while not session.status.name.startswith("WAITING_FOR_STREAMING") or engine._unprocessed:
+            engine.step()
+        assert engine.outputs("session") == transcript.outputs[:num_outputs]
+        tokens = list(session.all_token_ids[: session.num_computed_tokens])
+    engine.scheduler.add_request(Request("session", [1], SamplingParams(max_tokens=1), None))
+    engine.drain()
+    return tokens
+
+
+@pytest.mark.parametrize(("is_async", "is_guarded"), [(False, True), (True, True), (True, False)])
+def test_content_after_a_dropped_step_is_served_to_no_request(
+    is_async: bool, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain engine drops no step, so all content of its sessions is served."""
+    register()
+    if is_async and "drop_stale_output" not in Scheduler._handle_stopped_request.__code__.co_names:
+        pytest.skip("this vLLM keeps the token of the step in flight")
+    report = FakeRunner._on_wrong
+
+    def mislead(runner: FakeRunner, plane: Any, item: Any, *rest: Any) -> None:
+        if item.request_id != "session":
+            report(runner, plane, item, *rest)
+        item.running.is_misled = True
+        runner.num_misled += 1
+
+    monkeypatch.setattr(FakeRunner, "_on_wrong", mislead)
+    monkeypatch.setattr(OracleEngine, "_finish", lambda engine, request_id: engine._open.discard(request_id))
+    if not is_guarded:
+        monkeypatch.setattr(CorruptBlocks, "has_wrong_state", lambda *arguments: False)
+    size = QWEN3_NEXT.alignment_tokens
+    settings = EngineSettings(
+        num_blocks=400,
+        max_step_tokens=64,
+        retention_tokens=0,
+        connector=Connector(CONNECTOR, {"tiers": EXTRA["tiers"]}),
+        async_scheduling=is_async,
+    )
+    with OracleEngine(QWEN3_NEXT, settings) as engine:
+        inputs = [list(range(first, first + 2 * size + 7)) for first in (0, 300)]
+        tokens = run_session(engine, inputs)
+        assert (engine.runner.num_misled > 0) is is_async
+        engine.reset_prefix_cache()
+        engine.submit("victim", [*tokens, 7], 2)
+        if is_guarded:
+            engine.drain()
+            first = len(inputs[0])
+            assert (engine.restored_tokens > first) is not is_async
+            assert engine.restored_tokens >= first // size * size
+        else:
+            with pytest.raises(CorruptionError, match="victim"):
+                engine.drain()
 
 
 def test_every_reader_of_a_wrong_byte_is_known(unchecked: UncheckedRequests, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 
+from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.stores.keeping import Keeper
 from hybridkv.metrics import Counts
@@ -182,6 +183,30 @@ def test_a_reset_forgets_kept_prefixes(tmp_path: Path) -> None:
         assert bench.keeper._kept_bytes == [0, 0]
         bench.serve_others(2 * NUM_FITTING)
         assert bench.in_primary("a") == 0
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_chunks_that_no_tier_holds_use_no_share(tmp_path: Path, is_reset: bool, num_before: int) -> None:
+    """A request ends during its last store. Then this store fails, or a reset withdraws all chunks."""
+    bench = Kept(tmp_path)
+    with bench.engine as engine:
+        tracked = engine._begin("a")
+        tracked.hints = Hints(keep_seconds=60.0)
+        if num_before:
+            engine.compute("a", num_before)
+        num_tokens = NUM_FITTING // 5 * CHUNK_TOKENS
+        blocks = list(range(1, 2 * (num_before + num_tokens // CHUNK_TOKENS) + 1))
+        store = engine.planner.plan(tracked, num_tokens, [], lambda _: (blocks, []))
+        assert store is not None
+        engine.end("a")
+        if is_reset:
+            engine.stack.clear()
+            bench.keeper.forget()
+        engine.planner.on_ended({store.store_id: StoreOutcome(1, *(() if is_reset else ("no thread is free", "busy")))})
+        assert bench.keeper._kept_bytes[0] == (0 if is_reset else num_before * PAIR_BYTES)
+        bench.serve("b", NUM_FITTING // 5, 60.0)
+        assert ("ram", "refused") not in bench.counted()
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 20))), st.floats(0, 1))

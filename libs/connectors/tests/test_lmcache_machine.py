@@ -187,6 +187,7 @@ class Machine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         running = self.draw_request(data, lambda each: each.has_blocks and each.load is None)
         self.again(running)
+        running.request.num_preemptions += 1
         self.preempted.append(running.name)
 
     def again(self, running: Running) -> None:

@@ -425,9 +425,21 @@ def test_a_preempted_request_is_looked_up_again(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     engine.tell(loaded=["r"])
+    request.num_preemptions += 1
     engine.step(preempted=["r"])
     assert engine.half.matched_tokens(request, 0) is None
     engine.server.answer(3)
+    assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
+
+
+def test_a_lookup_after_a_preemption_between_two_steps_survives_the_next_step(engine: FakeEngine) -> None:
+    request = new_request("r", PROMPT)
+    load(engine, request)
+    engine.tell(loaded=["r"])
+    request.num_preemptions += 1
+    assert engine.half.matched_tokens(request, 0) is None
+    engine.server.answer(3)
+    engine.step(preempted=["r"])
     assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
 
 
@@ -440,6 +452,7 @@ def test_nothing_is_stored_for_a_preempted_request() -> None:
     assert engine.half.matched_tokens(request, 0) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, CHUNK), 0)
     states = {"r": engine.states(request, CHUNK)}
+    request.num_preemptions += 1
     assert not engine.step(preempted=["r"], states=states).stores
     engine.half.matched_tokens(request, 0)
     assert engine.step({"r": CHUNK}, states=states).stores

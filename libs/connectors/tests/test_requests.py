@@ -317,5 +317,6 @@ def test_a_preempted_request_stores_missing_chunks_again() -> None:
     (store,) = step(2 * BLOCK, set())
     scheduler._stores.on_ended({store.store_id: StoreOutcome(1, "lost", "io")})
     assert not step(2 * BLOCK, set()), "a running request does not store earlier chunks again"
+    request.num_preemptions = 1
     assert not step(0, {"r"})
     assert step(2 * BLOCK, set())

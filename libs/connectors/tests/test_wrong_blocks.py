@@ -1,4 +1,5 @@
-"""Misled requests are exactly those that continue from a block that the engine copies wrongly."""
+"""Misled requests are exactly those that continue from a block that the engine copies wrongly, or from a state with a
+dropped token."""
 
 from __future__ import annotations
 
@@ -8,9 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
+from hybridkv.connectors.vllm.nixl.params import RankAddress
+from hybridkv.connectors.vllm.nixl.producer import Producer, ProducerTerms
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
+from hybridkv.planner import GroupKind, GroupSpec
 
 STATES, ATTENTION = 0, 1
 BLOCK = 16
@@ -35,11 +43,12 @@ class Pool:
 
 
 class Bench:
-    """Engine with one RECURRENT and one FULL group."""
+    """Engine with one RECURRENT and one FULL group. `first_kind` replaces RECURRENT."""
 
-    def __init__(self, *, is_partial: bool) -> None:
+    def __init__(self, *, is_partial: bool, first_kind: GroupKind = GroupKind.RECURRENT) -> None:
         self.metrics = ConnectorMetrics()
-        self.wrong = CorruptBlocks([BLOCK, BLOCK], self.metrics)
+        groups = [GroupSpec(first_kind, BLOCK), GroupSpec(GroupKind.FULL, BLOCK)]
+        self.wrong = CorruptBlocks(groups, self.metrics)
         self.wrong.suspects = SuspectGroups(frozenset({ATTENTION} if is_partial else ()))
         self.pool = Pool()
         self.wrong.bind(self.pool)  # type: ignore[arg-type]
@@ -53,6 +62,7 @@ class Bench:
         running: Mapping[str, Table] | None = None,
         handed_over: Mapping[str, Any] | None = None,
         gone: Sequence[str] = (),
+        finished: Sequence[str] = (),
         chunks: Mapping[str, tuple[int, int]] | None = None,
         drafts: Mapping[str, Sequence[int]] | None = None,
     ) -> set[str]:
@@ -82,7 +92,7 @@ class Bench:
             },
             scheduled_spec_decode_tokens=drafts or {},
             preempted_req_ids=set(gone),
-            finished_req_ids=set(),
+            finished_req_ids=set(finished),
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads=handed_over or {}),
         )
         self.wrong.follow_step(output, self.tables.__getitem__)
@@ -225,3 +235,102 @@ def test_misled_requests_are_counted_and_one_is_logged(caplog: pytest.LogCapture
         bench.step({"one": (14, ([3], [4])), "two": (14, ([5], [6]))}, [(1, 3), (2, 4), (1, 5), (2, 6)])
     assert [record.args[0] for record in caplog.records if record.args] == ["one"]
     assert list(bench.causes().values()) == [2]
+
+
+def session(name: str = "session", *, computed_tokens: int = 0, is_session: bool = True) -> Any:
+    return SimpleNamespace(
+        request_id=name, resumable=is_session, num_computed_tokens=computed_tokens, is_finished=lambda: False
+    )
+
+
+def session_bench(first_kind: GroupKind = GroupKind.RECURRENT, *, is_session: bool = True) -> Bench:
+    """Bench with a session that has computed 20 tokens, 18 of them in its first step."""
+    bench = Bench(is_partial=False, first_kind=first_kind)
+    bench.wrong.track(session(is_session=is_session))
+    bench.step({"session": (0, ([1, 2], [3, 4]))}, chunks={"session": (0, 18)})
+    for start in (18, 19):
+        assert bench.step(running={"session": ([], [])}, chunks={"session": (start, start + 1)}) == set()
+    return bench
+
+
+def continues(bench: Bench, computed_tokens: int, num_tokens: int = 4) -> set[str]:
+    """The session's next input arrives."""
+    chunk = (computed_tokens, computed_tokens + num_tokens)
+    return bench.step({"session": (computed_tokens, bench.tables["session"])}, chunks={"session": chunk})
+
+
+def test_a_session_is_misled_if_its_state_contains_a_dropped_token() -> None:
+    bench = session_bench()
+    assert continues(bench, 19) == {"session"}
+    assert [bench.wrong.is_corrupt(each) for each in (1, 2, 3, 4)] == [False, True, False, True]
+    assert list(bench.causes()) == ["vllm:hybridkv_misled_requests_total"]
+
+
+@pytest.mark.parametrize("case", ["all_computed", "no_session", "no_states"])
+def test_other_requests_that_continue_are_not_misled(case: str) -> None:
+    bench = session_bench(
+        GroupKind.FULL if case == "no_states" else GroupKind.RECURRENT, is_session=case != "no_session"
+    )
+    assert continues(bench, 20 if case == "all_computed" else 19) == set()
+
+
+@pytest.mark.parametrize(("num_accepted", "is_misled"), [(0, False), (1, True)])
+def test_a_session_is_misled_if_it_continues_after_accepted_drafts(num_accepted: int, is_misled: bool) -> None:
+    bench = session_bench()
+    bench.step(running={"session": ([], [])}, chunks={"session": (20, 23)}, drafts={"session": (7, 7)})
+    assert bool(continues(bench, 21 + num_accepted)) is is_misled
+
+
+def test_a_misled_session_remains_misled_and_counts_once() -> None:
+    bench = session_bench()
+    continues(bench, 19)
+    assert continues(bench, 23) == {"session"}
+    assert list(bench.causes().values()) == [1]
+
+
+def test_a_request_that_hits_a_block_of_a_misled_session_is_misled() -> None:
+    bench = session_bench()
+    continues(bench, 19, 13)
+    bench.pool.name(4, "full", 32)
+    bench.step(running={"session": ([5], [6])}, chunks={"session": (32, 33)})
+    assert bench.step({"follower": (32, ([0, 2, 7], [3, 4, 8]))}) == {"session", "follower"}
+
+
+@pytest.mark.parametrize("way", ["preempted", "finished"])
+def test_a_session_that_starts_over_is_not_misled(way: str) -> None:
+    """It may resume from a hit."""
+    bench = session_bench()
+    continues(bench, 19)
+    if way == "preempted":
+        bench.step(gone=["session"])
+    else:
+        bench.wrong.track(session())
+        bench.step(finished=["session"])
+    assert bench.step({"session": (16, ([9, 10], [11, 12]))}, chunks={"session": (16, 20)}) == set()
+    assert continues(bench, 20) == set()
+
+
+def test_a_session_with_an_unknown_last_step_is_misled() -> None:
+    bench = Bench(is_partial=False)
+    bench.wrong.track(session(computed_tokens=20))
+    assert bench.step({"session": (20, ([1, 2], [3, 4]))}) == {"session"}
+
+
+@pytest.mark.parametrize(("computed_tokens", "is_handed_over"), [(19, False), (20, True)])
+def test_a_producer_hands_over_no_state_with_a_dropped_token(computed_tokens: int, is_handed_over: bool) -> None:
+    """The session ends with an answer, and vLLM drops the step in flight."""
+    bench = Bench(is_partial=False)
+    groups = [GroupSpec(GroupKind.RECURRENT, BLOCK), GroupSpec(GroupKind.FULL, BLOCK)]
+    producer = Producer(groups, ProducerTerms("engine", "::1", 30.0, 8, 0, BLOCK, lambda: 1), NixlMetrics())
+    producer.ranks = (RankAddress(1, "rank"),)
+    bench.wrong = producer.corrupt_blocks
+    parameters = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    request = Request("session", list(range(18)), parameters, None, resumable=True)
+    producer.begin(request)
+    producer.on_allocated(request, NixlStepPlan())
+    bench.step({"session": (0, ([1, 2], [3, 4]))}, chunks={"session": (0, 18)})
+    for start in (18, 19):
+        bench.step(running={"session": ([], [])}, chunks={"session": (start, start + 1)})
+    request.append_output_token_ids([7, 8, 9])
+    request.num_computed_tokens, request.status = computed_tokens, RequestStatus.FINISHED_STOPPED
+    assert producer.finish(request, bench.tables["session"], NixlStepPlan())[0] is is_handed_over

@@ -241,8 +241,9 @@ CATALOGUE = Catalogue(
             "Requests that continued from a corrupt block of vLLM, so that they are neither stored nor offered to a "
             "peer. `partial_copy`: vLLM may have copied a block only in part. `copied_copy`: vLLM copied from a "
             "block that the same step also filled by a copy. `wrong_block`: a block has another state than its hash "
-            "says, was computed by such a request, or was copied from such a block.",
-            (Label("cause", ("partial_copy", "copied_copy", "wrong_block")),),
+            "says, was computed by such a request, or was copied from such a block. `dropped_step`: a session "
+            "continued from a state with a token that vLLM has dropped.",
+            (Label("cause", ("partial_copy", "copied_copy", "wrong_block", "dropped_step")),),
             panel=Panel(Section.STORES, "Requests not stored"),
         ),
         Metric(

@@ -312,6 +312,16 @@ def skips_prefix_cache(request: Any) -> bool:
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
+def num_preemptions(request: Any) -> int:
+    """Number of times that the engine has preempted a request."""
+    return int(getattr(request, "num_preemptions", 0))
+
+
+def is_session(request: Any) -> bool:
+    """Whether a request is a session: its client may send further input after each answer (streaming input)."""
+    return bool(getattr(request, "resumable", False))
+
+
 def get_prefill_stop(request: Any) -> int | None:
     """Prefill stop of a request: the boundary, in tokens from its start, at which the engine ends a prefill chunk and
     keeps the recurrent states. 0: no boundary. None: this engine has no settable boundary and chooses the states."""

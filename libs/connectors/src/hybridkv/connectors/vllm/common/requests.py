@@ -167,6 +167,8 @@ class TrackedRequest:
     """Last measured (answer, computed tokens, loss). Loss: tokens that more states or windows would have made a hit."""
     checkpoint_state: CheckpointState = field(default_factory=CheckpointState)
     """Prefill stops and stored states of the request."""
+    num_preemptions: int = 0
+    """Number of the engine's preemptions of the request at the last call of `follow_preemptions`."""
     followed: tuple[int, bytes] = (0, b"")
     """Number of the engine's block hashes at the last call of `follow`, and the last hash, which depends on all earlier
     hashes."""
@@ -227,6 +229,19 @@ class TrackedRequest:
         self.stage = life.load_ended(self.stage, failed=failed, is_explained=is_explained)
         if failed:
             self.forget_progress()
+
+    def follow_preemptions(self) -> bool:
+        """Resets the progress if the engine has preempted the request since the last call. Returns whether it has.
+
+        Must be called before the request's next lookup: a reset of the engine's cache preempts running requests between
+        two steps, and the next step may admit them again before its plan is made.
+        """
+        num_preemptions = compat.num_preemptions(self.request)
+        if num_preemptions == self.num_preemptions:
+            return False
+        self.num_preemptions = num_preemptions
+        self.forget_progress()
+        return True
 
     def forget_progress(self) -> None:
         """Resets the progress: the engine starts the request over, or the keys change. Allows stores again. With an

@@ -80,7 +80,7 @@ class LMCacheScheduler:
         self._metrics = metrics
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
-        self._engine_corruption = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
@@ -104,12 +104,18 @@ class LMCacheScheduler:
         if before is not None and before is not tracked:
             # A new request has the id of a finished one.
             self._load_tracker.on_request_finished(before.request_id)
+        self._engine_corruption.track(request)
+        self._follow_preemptions(tracked)
         if tracked.request_keys is not None:
             self._load_tracker.start_lookup(tracked)
             if not self._loads(request):
                 # The lookup only shows which chunks need no store, so its locks are not needed.
                 self._load_tracker.release_lookup(tracked.request_id)
         return tracked
+
+    def _follow_preemptions(self, tracked: TrackedRequest) -> None:
+        if tracked.follow_preemptions():
+            self._load_tracker.restart(tracked)
 
     def _loads(self, request: Request) -> bool:
         """True if the request may load."""
@@ -161,8 +167,7 @@ class LMCacheScheduler:
         preempted = set(compat.preempted_ids(scheduler_output))
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
-                tracked.forget_progress()
-                self._load_tracker.restart(tracked)
+                self._follow_preemptions(tracked)
         stores = self._plan_stores(scheduler_output, preempted) if self._kv_role.stores else []
         self._room.release(scheduler_output.num_scheduled_tokens)
         for request_id in compat.finished_ids(scheduler_output):

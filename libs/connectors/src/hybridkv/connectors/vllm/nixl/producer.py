@@ -69,7 +69,7 @@ class Producer:
         self._shortened: set[str] = set()
         self.host_copies = HostCopyTracker(groups) if terms.saves else None
         """Tracks copies to host memory; None if peers read the engine's memory."""
-        self.corrupt_blocks = CorruptBlocks([group.block_tokens for group in groups], metrics)
+        self.corrupt_blocks = CorruptBlocks(groups, metrics)
         """Tracks corrupt blocks of the engine and requests that resumed from them."""
         self.ranks: tuple[RankAddress, ...] = ()
         """Addresses of this engine's ranks; empty until all are known."""
@@ -82,6 +82,7 @@ class Producer:
     def begin(self, request: Request) -> None:
         """Handles a new request. If its prompt may be handed over, removes the tokens that the consumer computes, and
         sets `max_tokens` to 1."""
+        self.corrupt_blocks.track(request)
         withheld = self._terms.withheld_tokens
         if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
             return
@@ -119,8 +120,8 @@ class Producer:
             return False, None
         num_tokens = request.num_computed_tokens
         is_saved = self.host_copies is None or self.host_copies.end(request) >= num_tokens
-        is_correct = name not in self.corrupt_blocks.misled
-        if not (_has_ended_well(request) and num_tokens and is_saved and is_correct and self.ranks):
+        is_misled = name in self.corrupt_blocks.misled or self.corrupt_blocks.has_wrong_state(name, num_tokens)
+        if not (_has_ended_well(request) and num_tokens and is_saved and not is_misled and self.ranks):
             self._slots.retire(name)
             plan.dropped.append(name)
             self._metrics.count_lease("dropped")

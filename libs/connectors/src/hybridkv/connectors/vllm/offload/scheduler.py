@@ -72,7 +72,7 @@ class OffloadScheduler:
         self._hints = HintReader(metrics, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, self._hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
-        self._engine_corruption = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
+        self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
         local.is_corrupt = self._engine_corruption.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
@@ -120,7 +120,7 @@ class OffloadScheduler:
     # Called before the engine admits a request.
 
     def track(self, request: Request) -> TrackedRequest:
-        """State of a request; the first call creates it.
+        """State of a request; the first call creates it. Later calls reset its progress after a preemption.
 
         If the connector loads, the first call also begins a prefetch for a request with the hint `prefetch`. For other
         requests that may load, it sends the async lookups, so that answers may arrive while the request is in the
@@ -128,7 +128,11 @@ class OffloadScheduler:
         """
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
-        if tracked is not known and self._kv_role.loads:
+        if tracked is known:
+            tracked.follow_preemptions()
+            return tracked
+        self._engine_corruption.track(request)
+        if self._kv_role.loads:
             if tracked.hints.prefetch:
                 self._prefetcher.begin(request, self._keeper.ram_bytes_left)
             elif self._may_look_up(tracked):
@@ -200,7 +204,7 @@ class OffloadScheduler:
         preempted = compat.preempted_ids(scheduler_output)
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
-                tracked.forget_progress()
+                tracked.follow_preemptions()
         self._keeper.renew()
         self._prefetcher.advance(self._keeper.ram_bytes_left)
         stores, self._planned_stores = self._planned_stores, []

@@ -1,6 +1,6 @@
 """Corrupt blocks: blocks of the engine with content that does not match their hash, and the requests that use them.
 
-There are two kinds:
+There are three kinds:
 
 - Bad copies. If the engine's own hit ends inside a block, the engine copies this block. vLLM 0.32 has two bugs. If the
   memory of several layers begins at one address, it copies as many bytes as a page of the first of these layers, even
@@ -10,6 +10,11 @@ There are two kinds:
   (see `compat.prefill_cut_tokens`). The engine then treats the state at this point as the state at the end of the
   block: it caches the state, and hands it over when the request's next prefill chunk reaches the end of the block. This
   module recognizes such a state because that chunk goes on beyond the end of the block.
+- States of dropped steps. A session (see `compat.is_session`) continues after an answer from the state in its blocks.
+  With asynchronous scheduling, a stop token may end the answer while the next step is in flight. vLLM drops the output
+  of that step and its token, but the step has advanced the state. vLLM computes the token's attention content again.
+  With a drafter, the state may also lie in another block. This module compares the token at which a session continues
+  with the token at which its last step ended, without drafts.
 
 A request that continues from a corrupt block computes wrong content. The engine caches this content under correct
 hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
@@ -37,12 +42,16 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
     from hybridkv.connectors.vllm.common.layout import CacheLayout
     from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
     from hybridkv.planner import GroupSpec
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
+
+DROPPED_STEP = "dropped_step"
+"""Cause of a misled session: its state contains a token that the engine has dropped."""
 
 
 def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
@@ -150,16 +159,25 @@ class MisledCounter(Protocol):
     def count_misled(self, cause: str) -> None: ...
 
 
+@dataclass(slots=True)
+class _Session:
+    request: Request
+    state_tokens: int | None
+    """Token at which the last step ended, so the number of tokens in the state. None before the first step, and after
+    the engine starts the session over. -1 if the last step is unknown."""
+
+
 class CorruptBlocks:
     """Tracks corrupt blocks from step to step.
 
     Args:
-        block_tokens: block size of each of the engine's groups.
+        groups: the engine's groups.
         metrics: counts misled requests.
     """
 
-    def __init__(self, block_tokens: Sequence[int], metrics: MisledCounter) -> None:
-        self._block_tokens = tuple(block_tokens)
+    def __init__(self, groups: Sequence[GroupSpec], metrics: MisledCounter) -> None:
+        self._block_tokens = tuple(group.block_tokens for group in groups)
+        self._has_states = any(group.kind is GroupKind.RECURRENT for group in groups)
         self._metrics = metrics
         self.suspects = SuspectGroups()
         self._pool: BlockPool | None = None
@@ -169,7 +187,10 @@ class CorruptBlocks:
         self._misled: dict[str, list[int]] = {}
         """Running misled requests. Each has one number for each group: the first position in its block table whose
         block may still get another hash."""
-        self._has_warned = False
+        self._sessions: dict[str, _Session] = {}
+        """Sessions of a model with RECURRENT groups."""
+        self._warned: set[bool] = set()
+        """Logged warnings: True for the one about sessions."""
 
     @property
     def misled(self) -> Iterable[str]:
@@ -179,6 +200,19 @@ class CorruptBlocks:
     def bind(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
         self._pool = pool
+
+    def track(self, request: Request) -> None:
+        """Handles a new request; further calls do nothing."""
+        if not self._has_states or not compat.is_session(request):
+            return
+        known = self._sessions.get(request.request_id)
+        if known is None or known.request is not request:
+            self._sessions[request.request_id] = _Session(request, -1 if request.num_computed_tokens else None)
+
+    def has_wrong_state(self, request_id: str, computed_tokens: int) -> bool:
+        """Whether a session's recurrent state is not the one after its computed tokens."""
+        session = self._sessions.get(request_id)
+        return session is not None and session.state_tokens not in (None, computed_tokens)
 
     def is_corrupt(self, block_id: int) -> bool:
         """Whether a block is corrupt. A block with a new hash is not: another request has reused it."""
@@ -207,10 +241,11 @@ class CorruptBlocks:
         for request_id in (*compat.preempted_ids(output), *compat.finished_ids(output)):
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
+        sessions = self._sessions_in(output)
         copies = compat.block_copies(output)
         groups = self.suspects.with_misfiled_states
         misfiled = misfiled_blocks(output, groups) if groups else ()
-        if not copies and not misfiled and not self._corrupt:
+        if not copies and not misfiled and not self._corrupt and not sessions:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
             self._record(request_id, tables(request_id))
@@ -222,6 +257,8 @@ class CorruptBlocks:
         # In order of admission, because a request may hit blocks that an earlier request of this step computes.
         for request_id, computed_tokens in compat.admitted(output).items():
             self._admit(request_id, computed_tokens, tables(request_id), copies)
+        for session, end in sessions:
+            session.state_tokens = end
         # Misfiled blocks are marked last. Some may belong to a request that starts in this step: `_admit` would remove
         # their marks, or count the request as misled. The engine offers a cached state only from the next step on, so
         # no request has used these blocks yet.
@@ -229,6 +266,21 @@ class CorruptBlocks:
             compat.evict_cached_blocks(self._pool, misfiled)
         for block_id in misfiled:
             self._add(block_id)
+
+    def _sessions_in(self, output: SchedulerOutput) -> list[tuple[_Session, int]]:
+        """The sessions in this step, each with the token at which the step ends. Forgets sessions that have ended, and
+        the states of those that the engine starts over."""
+        if not self._sessions:
+            return []
+        for request_id in compat.preempted_ids(output):
+            if session := self._sessions.get(request_id):
+                session.state_tokens = None
+        for request_id in compat.finished_ids(output):
+            session = self._sessions.get(request_id)
+            if session is not None and session.request.is_finished():  # else a new session has taken the id
+                del self._sessions[request_id]
+        chunks = compat.computed_tokens(output)
+        return [(self._sessions[each], chunks[each][1]) for each in self._sessions.keys() & chunks.keys()]
 
     def _hash(self, block_id: int) -> Any:
         return None if self._pool is None else self._pool.blocks[block_id].block_hash
@@ -256,8 +308,12 @@ class CorruptBlocks:
     def _admit(
         self, request_id: str, computed_tokens: int, table: Sequence[Sequence[int]], copies: Sequence[tuple[int, int]]
     ) -> None:
+        session = self._sessions.get(request_id)
+        if request_id in self._misled and session is not None and session.state_tokens is not None:
+            return  # the session continues; its blocks are already marked
         self._misled.pop(request_id, None)
-        cause = self._cause(computed_tokens, table, copies)
+        is_dropped = self.has_wrong_state(request_id, computed_tokens)
+        cause = DROPPED_STEP if is_dropped else self._cause(computed_tokens, table, copies)
         if cause is None:
             self._clear_from(table, computed_tokens)
             return
@@ -304,9 +360,19 @@ class CorruptBlocks:
         return num_tokens is not None and num_tokens % self._block_tokens[group] == 0
 
     def _warn(self, request_id: str, cause: str) -> None:
-        if self._has_warned:
+        is_session = cause == DROPPED_STEP
+        if is_session in self._warned:
             return
-        self._has_warned = True
+        self._warned.add(is_session)
+        if is_session:
+            logger.warning(
+                "session %s continues from a recurrent state with a token that vLLM has dropped: a bug of this version "
+                "of vLLM. Its answer may be wrong, and nothing that it computes is stored or sent to peers. Start with "
+                "--no-async-scheduling, or use a fixed vLLM. This is logged once; "
+                "vllm:hybridkv_misled_requests_total counts all such sessions",
+                printable(request_id),
+            )
+            return
         logger.warning(
             "request %s continues from a corrupt block (%s) of this version of vLLM. Its answer may be wrong, and "
             "nothing that it computes is stored or sent to peers. Unset prefix_match_unit if it is set, or use a fixed "

@@ -15,6 +15,7 @@ from hybridkv.connectors.config import KEEP_SHARE
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import PrefixChain
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
+from hybridkv.planner import LookupResult
 from hybridkv.planner.coverage import Part
 from hybridkv.planner.hints import keep_in
 from hybridkv.tiers.stack import TierStack
@@ -66,13 +67,21 @@ class Keeper:
         self._expires_at_s = float("-inf")
 
     def keep(self, chain: PrefixChain, seconds: float) -> None:
-        """Keeps the prefix of an ended request for `seconds` from now on, in each tier whose share has room for it."""
+        """Keeps the prefix of an ended request for `seconds` from now on, in each tier whose share has room for it.
+
+        Does not count chunks that no tier holds: their store has failed, a reset has withdrawn them, or they were
+        evicted. Does nothing if no tier holds any.
+        """
         self._expire()
         until_s = self._clock() + seconds
         nowhere = (False,) * len(self._tiers)
         chunks = {
-            key: self._kept.get(key) or _Kept(self._costs(part), nowhere, until_s) for part, key in chain.keys.items()
+            key: self._kept.get(key) or _Kept(self._costs(part), nowhere, until_s)
+            for part, key in chain.keys.items()
+            if any(index.lookup(key) is not LookupResult.MISS for index in self._tiers.values())
         }
+        if not chunks:
+            return
         more = [
             sum(chunk.costs[tier] for chunk in chunks.values() if not chunk.tiers[tier])
             for tier in range(len(self._tiers))
