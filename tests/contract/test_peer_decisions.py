@@ -230,6 +230,27 @@ def test_a_request_aborted_before_admission_still_notifies_its_producer(started:
     assert not consumer.connector.has_pending_push_work()
 
 
+@pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_a_reset_ends_the_hand_overs_of_waiting_requests(mix: Mix, started: list[Any]) -> None:
+    """The engine may have other weights after the reset."""
+    params = handed_over(mix, 60, started)
+    consumer = Half(mix, "kv_consumer", started)
+    waiting, loading = consumer.request("d", 60, params), consumer.request("e", 60, params)
+    assert consumer.connector.get_num_new_matched_tokens(loading, 0) == (59, True)
+    consumer.admit(loading, 59)
+    assert [load.request_id for load in consumer.plan().loads] == ["e"]
+    assert consumer.connector.get_num_new_matched_tokens(waiting, 0) == (59, True)
+    assert consumer.connector.reset_cache() is True
+    assert consumer.connector.has_pending_push_work(), "a step is needed to carry the message"
+    assert consumer.plan().ended == ["d"]
+    assert consumer.connector.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    consumer.admit(waiting, 0)
+    consumer.finish(waiting, RequestStatus.FINISHED_STOPPED)
+    assert consumer.plan().is_empty, "the lease is released once"
+    later = consumer.request("f", 60, params)
+    assert consumer.connector.get_num_new_matched_tokens(later, 0) == (59, True)
+
+
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [

@@ -184,6 +184,10 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         # plan, so the engine must step even without requests.
         return self._require_scheduler().has_plan()
 
+    def reset_cache(self) -> bool | None:
+        """Ends the hand-overs to waiting requests; these requests are computed."""
+        return self._require_scheduler().reset()
+
     # In the API process.
 
     @classmethod

@@ -207,6 +207,15 @@ class Consumer:
         self._room.release((request.request_id,))
         del self._loads[request.request_id]
 
+    def reset(self, plan: NixlStepPlan) -> None:
+        """Ends the loads of requests that wait for admission: the engine may now have other weights than the producer
+        had. A running load holds blocks, so vLLM reports that the reset has failed."""
+        for read in self._loads.values():
+            if read.stage is RemoteLoadStage.WAITING:
+                self._end(read, plan)
+                if read.usable_tokens:
+                    self._refuse(read.request, "the engine's caches were reset")
+
     def on_scheduled(self, request_ids: Iterable[str]) -> None:
         """Handles requests that run in this step. These requests have their blocks, so they no longer need room."""
         self._room.release(request_ids)

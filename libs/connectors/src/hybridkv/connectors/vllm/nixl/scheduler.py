@@ -189,6 +189,12 @@ class NixlScheduler:
         if self._producer is not None:
             self._metrics.set_held(self._producer.num_offered)
 
+    def reset(self) -> bool:
+        """Ends the loads of waiting requests; see `Consumer.reset`."""
+        if self._consumer is not None:
+            self._consumer.reset(self._plan)
+        return True
+
     def close(self) -> None:
         """Ends the threads that read the files of adapters. Does not wait."""
         self._adapters.close()
