@@ -263,14 +263,19 @@ def test_the_connector_has_work_if_any_child_has_work(method: str) -> None:
     assert getattr(connector, method)() is True
 
 
-def test_parameters_of_children_are_merged_and_a_conflict_is_an_error() -> None:
+def test_parameters_of_children_are_merged_and_in_a_conflict_the_first_child_wins(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An exception would end the engine."""
     connector, children = recording(KVConnectorRole.SCHEDULER)
     children[0].answers["request_finished_all_groups"] = (False, {"a": 1})
     children[1].answers["request_finished_all_groups"] = (False, {"b": 2})
     assert connector.request_finished_all_groups(REQUEST, ([1], [2])) == (False, {"a": 1, "b": 2})
-    children[1].answers["request_finished_all_groups"] = (False, {"a": 2})
-    with pytest.raises(RuntimeError, match="RecordingConnector-1 and another child both return"):
-        connector.request_finished_all_groups(REQUEST, ([1], [2]))
+    children[1].answers["request_finished_all_groups"] = (True, {"a": 2})
+    for _ in range(2):
+        assert connector.request_finished_all_groups(REQUEST, ([1], [2])) == (True, {"a": 1})
+    [logged] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "RecordingConnector-1 and an earlier child both return kv_transfer_params ['a']" in logged
 
 
 def test_events_of_all_children_are_collected() -> None:

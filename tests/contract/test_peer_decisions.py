@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import patience
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -26,6 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
+from hybridkv.connectors.vllm.common.identity import adapters
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WorkerAddress
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
@@ -33,6 +39,8 @@ from oracle.settings import Configs, Connector, EngineSettings, make_configs
 FULL = Mix("full", (Group(Kind.FULL, 16),))
 WINDOW = Mix("window", (Group(Kind.WINDOW, 16, reach_tokens=24), Group(Kind.FULL, 16)))
 CHUNKED = Mix("chunked", (Group(Kind.CHUNKED, 16, reach_tokens=48), Group(Kind.FULL, 16)))
+SOON_S = patience.seconds(6.0)
+HOUR_NS = 3600 * 10**9
 PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -51,10 +59,17 @@ class Half:
         self.connector.set_xfer_handshake_metadata({0: WorkerAddress(14579, "rank 0")})
         self.block_tokens = [group.block_tokens for group in mix.groups]
 
-    def request(self, name: str, num_tokens: int, params: dict[str, Any] | None, **sampling: Any) -> Request:
+    def request(
+        self,
+        name: str,
+        num_tokens: int,
+        params: dict[str, Any] | None,
+        lora: LoRARequest | None = None,
+        **sampling: Any,
+    ) -> Request:
         extra = {"kv_transfer_params": params} if params is not None else None
         parameters = SamplingParams(**{"max_tokens": 8, "extra_args": extra, **sampling})
-        request = Request(name, list(range(1, num_tokens + 1)), parameters, None)
+        request = Request(name, list(range(1, num_tokens + 1)), parameters, None, lora_request=lora)
         self.connector.on_new_request(request)
         return request
 
@@ -215,6 +230,27 @@ def test_a_request_aborted_before_admission_still_notifies_its_producer(started:
     assert not consumer.connector.has_pending_push_work()
 
 
+@pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_a_reset_ends_the_hand_overs_of_waiting_requests(mix: Mix, started: list[Any]) -> None:
+    """The engine may have other weights after the reset."""
+    params = handed_over(mix, 60, started)
+    consumer = Half(mix, "kv_consumer", started)
+    waiting, loading = consumer.request("d", 60, params), consumer.request("e", 60, params)
+    assert consumer.connector.get_num_new_matched_tokens(loading, 0) == (59, True)
+    consumer.admit(loading, 59)
+    assert [load.request_id for load in consumer.plan().loads] == ["e"]
+    assert consumer.connector.get_num_new_matched_tokens(waiting, 0) == (59, True)
+    assert consumer.connector.reset_cache() is True
+    assert consumer.connector.has_pending_push_work(), "a step is needed to carry the message"
+    assert consumer.plan().ended == ["d"]
+    assert consumer.connector.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    consumer.admit(waiting, 0)
+    consumer.finish(waiting, RequestStatus.FINISHED_STOPPED)
+    assert consumer.plan().is_empty, "the lease is released once"
+    later = consumer.request("f", 60, params)
+    assert consumer.connector.get_num_new_matched_tokens(later, 0) == (59, True)
+
+
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [
@@ -353,3 +389,90 @@ def test_a_second_turn_that_requests_a_read_back_is_computed(started: list[Any])
     assert half.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     half.admit(request, 0)
     assert half.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)[0]
+
+
+def write_adapter(path: Path, content: str) -> None:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (path / "adapter_model.safetensors").write_bytes(content.encode() * 1000)
+
+
+def adapter_half(role: str, lora: LoRARequest, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> Half:
+    """An engine that started an hour after the adapter's files were written, and has read them."""
+    monkeypatch.setattr(adapters, "LOOK_S", SOON_S)
+    half = Half(FULL, role, started)
+    found = half.connector._scheduler._adapters
+    found._began_ns = time.time_ns() + HOUR_NS
+    found._now_ns = lambda: time.time_ns() + HOUR_NS
+    half.finish(half.request("first", 60, None, lora), RequestStatus.FINISHED_STOPPED)
+    assert found.wait_until_idle(SOON_S)
+    return half
+
+
+def admitted(half: Half, lora: LoRARequest) -> Request:
+    request = half.request("p", 60, dict(PRODUCE), lora)
+    half.connector.get_num_new_matched_tokens(request, 0)
+    half.admit(request, 0)
+    return request
+
+
+@pytest.mark.parametrize(("consumers", "offered"), [("version 1", (59, True)), ("version 2", (0, False))])
+def test_a_prompt_of_an_adapter_with_other_files_is_computed(
+    consumers: str, offered: tuple[int, bool], started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both adapters have the same name and path, so the engine's block hashes are equal."""
+    lora = LoRARequest("sql", 1, str(tmp_path / "sql"))
+    write_adapter(tmp_path / "sql", "version 1")
+    producer = adapter_half("kv_producer", lora, started, monkeypatch)
+    holds, params = producer.finish(admitted(producer, lora), RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert holds
+    write_adapter(tmp_path / "sql", consumers)
+    consumer = adapter_half("kv_consumer", lora, started, monkeypatch)
+    request = consumer.request("d", 60, params, lora)
+    assert consumer.connector.get_num_new_matched_tokens(request, 0) == offered
+    without = consumer.request("e", 60, params)
+    assert consumer.connector.get_num_new_matched_tokens(without, 0) == (0, False)
+
+
+def test_a_prompt_of_an_adapter_whose_files_change_is_not_handed_over(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have loaded the adapter before or after the change."""
+    lora = LoRARequest("sql", 1, str(tmp_path / "sql"))
+    write_adapter(tmp_path / "sql", "version 1")
+    producer = adapter_half("kv_producer", lora, started, monkeypatch)
+    request = admitted(producer, lora)
+    producer.plan()
+    write_adapter(tmp_path / "sql", "version 2")
+    assert producer.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)
+    assert producer.plan().dropped == ["p"]
+
+
+def test_a_prompt_of_an_adapter_with_unread_files_is_neither_handed_over_nor_loaded(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = LoRARequest("sql", 1, str(tmp_path / "missing"))
+    producer = adapter_half("kv_producer", lora, started, monkeypatch)
+    request = admitted(producer, lora)
+    assert producer.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)
+    consumer = adapter_half("kv_consumer", lora, started, monkeypatch)
+    other = consumer.request("d", 60, handed_over(FULL, 60, started), lora)
+    assert consumer.connector.get_num_new_matched_tokens(other, 0) == (0, False)
+    consumer.admit(other, 0)
+    assert consumer.plan().ended == ["d"]
+    assert consumer.connector.get_kv_connector_stats().reduce()["vllm:hybridkv_peer_prompts_total"] == 1
+
+
+def test_an_aborted_request_does_not_prove_that_the_engine_loaded_its_adapter(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request loads its adapter in place only if it runs."""
+    lora = LoRARequest("sql", 1, str(tmp_path / "sql"), load_inplace=True)
+    write_adapter(tmp_path / "sql", "version 1")
+    producer = adapter_half("kv_producer", lora, started, monkeypatch)
+    producer.connector._scheduler._adapters._began_ns = 0
+    producer.finish(admitted(producer, lora), RequestStatus.FINISHED_ABORTED)
+    later = LoRARequest("sql", 1, str(tmp_path / "sql"))
+    assert not producer.finish(admitted(producer, later), RequestStatus.FINISHED_LENGTH_CAPPED)[0]
+    assert producer.finish(admitted(producer, lora), RequestStatus.FINISHED_LENGTH_CAPPED)[0]
+    assert producer.finish(admitted(producer, later), RequestStatus.FINISHED_LENGTH_CAPPED)[0]

@@ -78,6 +78,11 @@ def test_the_defaults() -> None:
             "beside HybridMultiConnector",
         ),
         (
+            {"connectors": [child("HybridNixlConnector"), {**child("HybridNixlConnector"), "kv_role": "kv_producer"}]},
+            "connectors",
+            "kv_consumer",
+        ),
+        (
             {"connectors": [{"kv_connector": "S", "kv_connector_extra_config": []}]},
             "connectors[0].kv_connector_extra_config",
             "leave it out",
@@ -89,6 +94,11 @@ def test_a_mistake_in_several_stores_is_reported_with_path_and_hint(raw: Any, pa
         decode_multi_config(raw, OUTER, KEYS)
     assert caught.value.path == f"kv_connector_extra_config.{path}"
     assert hint in caught.value.hint
+
+
+def test_one_child_may_hand_over_and_another_read() -> None:
+    reads, hands_over = ({**child("HybridNixlConnector"), "kv_role": role} for role in ("kv_consumer", "kv_producer"))
+    assert len(decode(reads, hands_over).children) == 2
 
 
 @pytest.mark.parametrize("weight", [0, -1, -0.5, math.nan, math.inf, -math.inf, "fast", "1.0", None, True, []])

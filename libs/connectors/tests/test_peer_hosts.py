@@ -23,7 +23,9 @@ def plan_for(host: str, metrics: NixlMetrics) -> NixlStepPlan:
     """Plan for the workers after a request that names a host."""
     params = compose(msgspec.structs.replace(held((FULL,), 9), host=host))
     # The request reads no cache, so that its tokens are not needed.
-    request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, skip_reading_prefix_cache=True)
+    request: Any = SimpleNamespace(
+        request_id="r", kv_transfer_params=params, lora_request=None, skip_reading_prefix_cache=True
+    )
     plan = NixlStepPlan()
     room = LoadRoom(LoadAdmission(CacheSpec((FULL,), FULL.block_tokens), 64), lambda: 0.0)
     Consumer((FULL,), 0, AllowedHosts(["10.0.0.0/8", "kv-1"]), room, metrics).begin(request, plan)

@@ -15,14 +15,18 @@ from peer_ranks import (
     failures,
     hand_over,
     load,
+    offer,
     tables_of,
     write_prompt,
     wrong_tokens,
 )
 
+from hybridkv.connectors.vllm.nixl.agent import lease_server
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
+from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.reads import ReadBounds
+from hybridkv.peers.tables import offered
 from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
 from kits.peers.in_memory import InMemoryTransport, World
 
@@ -186,5 +190,54 @@ def test_different_bytes_count_as_an_ended_lease_if_the_lease_has_ended(has_ende
     rank.transport.goes_on.set()
     (failure,) = failures(consumer, "d")
     assert failure is not None and failure.reason == reason
+    consumer.close()
+    producer.close()
+
+
+class Slow(InMemoryTransport):
+    """Each read ends at its third poll. At most two reads are unreleased."""
+
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world, max_transfers=2)
+        self._polls: dict[TransferId, int] = {}
+
+    def poll(self, transfer: TransferId) -> TransferState:
+        polls = self._polls[transfer] = self._polls.get(transfer, 0) + 1
+        return PENDING if polls < 3 and self._states[transfer] is PENDING else super().poll(transfer)
+
+
+def load_burst(consumer: Engine, prompt: RemotePrompt) -> list[str]:
+    """Loads one prompt for many requests in one step."""
+    names = [f"d{number}" for number in range(12)]
+    loads = [PromptLoad(name, prompt, NUM_TOKENS, 0, HERE) for name in names]
+    waiting = [WaitingRequest(name, prompt) for name in names]
+    consumer.submit(lambda: NixlStepPlan(waiting=waiting, loads=loads))
+    return names
+
+
+def test_reads_beyond_the_limit_of_the_transport_wait_for_earlier_reads() -> None:
+    producer, consumer = pair(Slow, PATIENT)
+    names = load_burst(consumer, hand_over(producer, "p", THERE, NUM_TOKENS))
+    assert [failures(consumer, name) for name in names] == [[None]] * len(names)
+    assert wrong_tokens(consumer, HERE, NUM_TOKENS) == []
+    consumer.close()
+    producer.close()
+
+
+def test_requests_for_digests_are_sent_again_to_a_busy_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_server, "MAX_DIGEST_REQUESTS_PER_LINK", 4)
+    producer, consumer = pair(InMemoryTransport, PATIENT)
+    # Its plan does not arrive, so that requests wait for it.
+    names = load_burst(consumer, hand_over(producer, "p", THERE, NUM_TOKENS, is_planned=False))
+    manager = consumer.ranks[0].agent._reads
+
+    def are_refused() -> bool:
+        requested = [rank._requested for read in list(manager._reads.values()) for rank in read.ranks]
+        return any(each is not None and each.busy for each in requested)
+
+    consumer.ranks[0].until(lambda results: are_refused() or bool(results.finished))
+    offer(producer, "p", offered(producer.side.groups, THERE, NUM_TOKENS))
+    assert [failures(consumer, name) for name in names] == [[None]] * len(names)
+    assert not manager._rank_by_request
     consumer.close()
     producer.close()

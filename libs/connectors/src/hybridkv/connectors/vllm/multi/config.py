@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.vllm import PEER_CONNECTOR
 from hybridkv.metrics import MAX_CHILDREN
 from hybridkv.planner import Weight, is_weight
 
@@ -75,12 +76,25 @@ def decode_multi_config(
         raise ConfigurationError(path, f"at most {MAX_CHILDREN} connectors", len(entries), "name fewer")
     known = list(transfer_keys)
     parts = [_child(f"{path}[{i}]", entry, inherited, known) for i, entry in enumerate(entries)]
+    _require_one_producer(path, parts)
     twice = Counter(connector for connector, _, _ in parts)
     children = tuple(
         ChildConfig(connector if twice[connector] == 1 else f"{connector}-{i}", connector, weight, transfer)
         for i, (connector, weight, transfer) in enumerate(parts)
     )
     return MultiConfig(children, _timeout_s(raw.get("lookup_timeout_seconds", DEFAULT_LOOKUP_TIMEOUT_S)))
+
+
+def _require_one_producer(path: str, parts: Sequence[tuple[str, Weight, Mapping[str, Any]]]) -> None:
+    """Refuses several children that hand over prompts: a request can carry the parameters of one child only."""
+    producers = [
+        f"connectors[{i}]"
+        for i, (connector, _, transfer) in enumerate(parts)
+        if connector == PEER_CONNECTOR and transfer.get("kv_role") != "kv_consumer"
+    ]
+    if len(producers) > 1:
+        hint = 'remove the others, or set their kv_role to "kv_consumer"'
+        raise ConfigurationError(path, f"one {PEER_CONNECTOR} that hands over", " and ".join(producers), hint)
 
 
 def _child(

@@ -83,6 +83,8 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._announced_blocks = AnnouncedBlocks()
         groups = group_specs(kv_cache_config)
         self._groups_with_misfiled_states = groups_with_misfiled_states(vllm_config, groups)
+        self._clashing: set[str] = set()
+        """Names of children with ignored kv_transfer_params, each logged once."""
         self._block_pool: BlockPool | None = None
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -224,9 +226,18 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
             if still_reads:
                 reading.append(position)
             if parameters is not None:
-                if clash := sorted(parameters.keys() & (combined or {}).keys()):
-                    raise RuntimeError(f"{child.name} and another child both return kv_transfer_params {clash}")
-                combined = (combined or {}) | parameters
+                clash = sorted(parameters.keys() & (combined or {}).keys())
+                if not clash:
+                    combined = (combined or {}) | parameters
+                elif child.name not in self._clashing:
+                    self._clashing.add(child.name)
+                    logger.error(
+                        "HybridMultiConnector: %s and an earlier child both return kv_transfer_params %s; those of %s "
+                        "are ignored",
+                        child.name,
+                        clash,
+                        child.name,
+                    )
         self._selector().ended(request)
         return self._scheduler_stores.request_ended(request.request_id, reading), combined
 

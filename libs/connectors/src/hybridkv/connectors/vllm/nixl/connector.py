@@ -86,7 +86,9 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
             terms = _producer_terms(vllm_config, self._config, self._layout, uses_host_buffer)
             room = _room(vllm_config, self._layout)
             hosts = self._config.hosts
-            self._scheduler = NixlScheduler(self._layout, terms, self._kv_role, hosts, room, self._metrics)
+            self._scheduler = NixlScheduler(
+                self._layout, terms, self._kv_role, hosts, room, self._metrics, time.time_ns()
+            )
             self._scheduler.set_suspect_groups(suspect_groups("HybridNixlConnector", vllm_config, self._layout))
             _announce(vllm_config, self._config, terms, self._layout)
         else:
@@ -182,6 +184,10 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         # plan, so the engine must step even without requests.
         return self._require_scheduler().has_plan()
 
+    def reset_cache(self) -> bool | None:
+        """Ends the hand-overs to waiting requests; these requests are computed."""
+        return self._require_scheduler().reset()
+
     # In the API process.
 
     @classmethod
@@ -192,6 +198,8 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
     # Both sides.
 
     def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
 

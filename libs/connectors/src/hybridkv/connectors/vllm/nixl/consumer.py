@@ -44,7 +44,10 @@ class RemoteLoadStage(enum.Enum):
 class _RemoteLoad:
     request: Request
     prompt: RemotePrompt
-    usable_tokens: int
+    adapter: bytes | None
+    """Digest of the adapter's content; empty without an adapter; None while the content is in doubt."""
+    usable_tokens: int = 0
+    """Tokens that can be loaded with this content of the adapter."""
     stage: RemoteLoadStage = RemoteLoadStage.WAITING
     computed_tokens: int = 0
     """Tokens that the engine had computed at its last lookup."""
@@ -89,29 +92,41 @@ class Consumer:
         except ParamsError as error:
             self._refuse(request, error)
             return
-        read = self._loads[request.request_id] = _RemoteLoad(request, prompt, 0)
+        adapter = b"" if request.lora_request is None else None
+        read = self._loads[request.request_id] = _RemoteLoad(request, prompt, adapter)
         plan.waiting.append(WaitingRequest(request.request_id, prompt))
-        try:
-            read.usable_tokens = self._usable_tokens(request, prompt)
-        except ParamsError as error:
-            self._refuse(request, error)
+        self._set_usable_tokens(read)
 
-    def _usable_tokens(self, request: Request, prompt: RemotePrompt) -> int:
-        if compat.skips_prefix_cache(request):
-            return 0
+    def _set_usable_tokens(self, read: _RemoteLoad) -> None:
+        """Compares the request with the producer's prompt, after each change of the adapter's content."""
+        read.usable_tokens = 0
+        if read.adapter is None or compat.skips_prefix_cache(read.request):
+            return
+        try:
+            read.usable_tokens = self._usable_tokens(read.request, read.prompt, read.adapter)
+        except ParamsError as error:
+            self._refuse(read.request, error)
+
+    def _usable_tokens(self, request: Request, prompt: RemotePrompt, adapter: bytes) -> int:
         num_tokens = usable_tokens(self._groups, prompt, request.num_prompt_tokens, self._withheld_tokens)
         if prompt.prefix_tokens < num_tokens or prompt.prefix_tokens > request.num_prompt_tokens:
             raise ParamsError("hybridkv.prefix_tokens", "this number of tokens does not match the prompt")
-        if prefix_digest(request, prompt.prefix_tokens) != prompt.prefix:
-            raise ParamsError("hybridkv.prefix", "the producer computed a different prompt")
+        if prefix_digest(request, prompt.prefix_tokens, adapter) != prompt.prefix:
+            found = "the producer computed a different prompt" + (
+                ", or with other files of the adapter" if adapter else ""
+            )
+            raise ParamsError("hybridkv.prefix", found)
         return num_tokens
 
     def _refuse(self, request: Request, why: ParamsError | str) -> None:
         self._metrics.count_prompt("refused")
         logger.warning("request %s is computed instead of loaded: %s", printable(request.request_id), why)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+    def matched_tokens(self, request: Request, computed_tokens: int, adapter: bytes | None) -> int | None:
         """Tokens after `computed_tokens` that the producer's blocks hold. None: look up again in the next step.
+
+        `adapter` is the digest of the content that the engine has, or will load, for the request's adapter; empty
+        without an adapter; None if the content is in doubt. Then nothing is loaded.
 
         The engine first schedules the requests that waited for a load, in order, and stops at the first request that
         does not fit. These requests hold blocks, except a request with a failed load. If that request does not fit
@@ -125,6 +140,9 @@ class Consumer:
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
+        if adapter != read.adapter:
+            read.adapter = adapter
+            self._set_usable_tokens(read)
         num_tokens = max(0, read.usable_tokens - computed_tokens)
         if not num_tokens:
             return 0
@@ -145,7 +163,9 @@ class Consumer:
             return None
         if num_external_tokens == 0:
             self._end(read, plan)
-            if read.usable_tokens:
+            if read.adapter is None and not compat.skips_prefix_cache(request):
+                self._refuse(request, "the files of its adapter are not read yet, or their content is in doubt")
+            elif read.usable_tokens:
                 self._metrics.count_prompt("held_already")
             return None
         read.stage = RemoteLoadStage.LOADING
@@ -186,6 +206,15 @@ class Consumer:
             self._end(read, plan)
         self._room.release((request.request_id,))
         del self._loads[request.request_id]
+
+    def reset(self, plan: NixlStepPlan) -> None:
+        """Ends the loads of requests that wait for admission: the engine may now have other weights than the producer
+        had. A running load holds blocks, so vLLM reports that the reset has failed."""
+        for read in self._loads.values():
+            if read.stage is RemoteLoadStage.WAITING:
+                self._end(read, plan)
+                if read.usable_tokens:
+                    self._refuse(read.request, "the engine's caches were reset")
 
     def on_scheduled(self, request_ids: Iterable[str]) -> None:
         """Handles requests that run in this step. These requests have their blocks, so they no longer need room."""

@@ -105,9 +105,16 @@ class Producer:
             self.host_copies.begin(request)
 
     def finish(
-        self, request: Request, block_ids: Sequence[Sequence[int]], plan: NixlStepPlan
+        self, request: Request, block_ids: Sequence[Sequence[int]], plan: NixlStepPlan, adapter: bytes | None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of the request.
+
+        Args:
+            request: the request.
+            block_ids: its blocks of each group.
+            plan: plan of the next step.
+            adapter: digest of the content with which the engine computed; empty without an adapter; None if the
+                content is in doubt. Then the request is not handed over.
 
         Returns:
             True if the engine must hold the request's blocks until its id is in `finished_sending`; and the parameters
@@ -121,7 +128,8 @@ class Producer:
         num_tokens = request.num_computed_tokens
         is_saved = self.host_copies is None or self.host_copies.end(request) >= num_tokens
         is_misled = name in self.corrupt_blocks.misled or self.corrupt_blocks.has_wrong_state(name, num_tokens)
-        if not (_has_ended_well(request) and num_tokens and is_saved and not is_misled and self.ranks):
+        is_handed_over = has_ended_well(request) and num_tokens and is_saved and not is_misled and self.ranks
+        if adapter is None or not is_handed_over:
             self._slots.retire(name)
             plan.dropped.append(name)
             self._metrics.count_lease("dropped")
@@ -129,9 +137,9 @@ class Producer:
         self._offered.add(name)
         tables = offered(self._groups, block_ids, num_tokens)
         plan.offered.append(OfferedRequest(name, tables))
-        return True, compose(self._prompt(request, tables, lease))
+        return True, compose(self._prompt(request, tables, lease, adapter))
 
-    def _prompt(self, request: Request, tables: BlockTables, lease: Lease) -> RemotePrompt:
+    def _prompt(self, request: Request, tables: BlockTables, lease: Lease, adapter: bytes) -> RemotePrompt:
         num_tokens, terms = tables.num_tokens, self._terms
         return RemotePrompt(
             engine_id=terms.engine_id,
@@ -145,7 +153,7 @@ class Producer:
             lease=lease,
             lease_seconds=terms.lease_seconds,
             prefix_tokens=min(num_tokens, request.num_prompt_tokens),
-            prefix=prefix_digest(request, min(num_tokens, request.num_prompt_tokens)),
+            prefix=prefix_digest(request, min(num_tokens, request.num_prompt_tokens), adapter),
         )
 
     def on_released(self, request_ids: set[str]) -> None:
@@ -156,7 +164,8 @@ class Producer:
                 self._slots.retire(name)
 
 
-def _has_ended_well(request: Request) -> bool:
+def has_ended_well(request: Request) -> bool:
+    """True if the request ran to its end, without an error or an abort."""
     from vllm.v1.request import RequestStatus
 
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)

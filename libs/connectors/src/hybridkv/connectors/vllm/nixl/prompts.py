@@ -1,7 +1,8 @@
 """Checks of a producer's prompt before a consumer may resume from its blocks. Pure functions.
 
-Only a proxy connects a request with a producer's prompt, and the proxy may be wrong. So both sides digest the tokens,
-and a consumer uses a producer's blocks only for the tokens from which these blocks were computed.
+Only a proxy connects a request with a producer's prompt, and the proxy may be wrong. So both sides digest the tokens
+and the adapter's content, and a consumer uses a producer's blocks only for the tokens and the adapter from which these
+blocks were computed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ if TYPE_CHECKING:
 _CONTEXT = "hybridkv 2026 peer prompt v1"
 
 
-def prefix_digest(request: Request, num_tokens: int) -> str:
-    """Digest of the first tokens of a request and of their extra hash keys (such as a LoRA adapter or images)."""
+def prefix_digest(request: Request, num_tokens: int, adapter: bytes) -> str:
+    """Digest of the first tokens of a request, of their extra hash keys (such as a LoRA adapter's name, or images), and
+    of the adapter's content.
+
+    Args:
+        request: the request.
+        num_tokens: number of tokens to digest.
+        adapter: digest of the adapter's content; empty without an adapter.
+    """
     digest = blake3(derive_key_context=_CONTEXT)
     digest.update(np.asarray(request.all_token_ids[:num_tokens], dtype=np.int64).tobytes())
     digest.update(compat.extra_hash_bytes(request, 0, num_tokens))
+    digest.update(adapter)
     return digest.hexdigest()
 
 

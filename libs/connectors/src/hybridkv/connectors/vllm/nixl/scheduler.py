@@ -12,13 +12,16 @@ from hybridkv.connectors.hosts import AllowedHosts
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import SuspectGroups
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.requests import Requests
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.messages import NixlStepOutcome, NixlStepPlan, WorkerAddress
-from hybridkv.connectors.vllm.nixl.params import RankAddress
-from hybridkv.connectors.vllm.nixl.producer import Producer, ProducerTerms
+from hybridkv.connectors.vllm.nixl.params import RankAddress, is_remote_decode, is_remote_prefill
+from hybridkv.connectors.vllm.nixl.producer import Producer, ProducerTerms, has_ended_well
 from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
+from hybridkv.hashing import ChunkKeys
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -38,6 +41,7 @@ class NixlScheduler:
         hosts: hosts of producers that a request may name.
         room: admission of concurrent loads.
         metrics: counters of this half.
+        began_ns: time of the engine's start, or an earlier time, in nanoseconds since 1970.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class NixlScheduler:
         hosts: AllowedHosts,
         room: LoadRoom,
         metrics: NixlMetrics,
+        began_ns: int,
     ) -> None:
         groups = layout.spec.groups
         self._num_ranks = layout.world_size
@@ -56,6 +61,11 @@ class NixlScheduler:
         self._addresses: dict[int, WorkerAddress] = {}
         self._producer = Producer(groups, terms, metrics) if kv_role.stores else None
         self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, metrics) if kv_role.loads else None
+        keys = ChunkKeys(layout.fingerprint({}), layout.hash_block_tokens)
+        self._adapters = Adapters(keys, began_ns)
+        self._adapted = Requests(layout, keys, self._adapters)
+        """Requests with an adapter; also those that are not handed over, because they may load another adapter. Their
+        keys are not used."""
         self._plan = NixlStepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
@@ -78,6 +88,8 @@ class NixlScheduler:
 
     def track(self, request: Request) -> None:
         """Handles a new request."""
+        if request.lora_request is not None:
+            self._adapted.track(request)
         if self._producer is not None:
             self._producer.begin(request)
         if self._consumer is not None:
@@ -85,10 +97,41 @@ class NixlScheduler:
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens after `computed_tokens` that a producer holds. None: see `Consumer.matched_tokens`."""
-        return self._consumer.matched_tokens(request, computed_tokens) if self._consumer is not None else 0
+        adapter = self._admitted_adapter(request)
+        return self._consumer.matched_tokens(request, computed_tokens, adapter) if self._consumer is not None else 0
+
+    def _admitted_adapter(self, request: Request) -> bytes | None:
+        """Digest of the adapter's content just before the request's admission; empty without an adapter; None if the
+        content is in doubt, or if the request is not handed over."""
+        if request.lora_request is None:
+            return b""
+        params = request.kv_transfer_params
+        if not (is_remote_decode(params) or is_remote_prefill(params)):
+            return None
+        tracked = self._adapted.track(request)
+        self._adapted.identify(tracked)
+        return tracked.adapter_version.digest if tracked.adapter_version is not None else None
+
+    def _computed_adapter(self, request: Request) -> bytes | None:
+        """Digest of the adapter's content with which the engine has computed the request; empty without an adapter;
+        None if the content is in doubt, or if the request is not handed over."""
+        if request.lora_request is None:
+            return b""
+        if not (is_remote_decode(request.kv_transfer_params) and has_ended_well(request)):
+            return None
+        tracked = self._adapted.get(request.request_id)
+        if tracked is None or tracked.request is not request or tracked.adapter_version is None:
+            return None
+        version = tracked.adapter_version
+        return version.digest if self._adapters.is_still_valid(version) else None
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Handles the allocation of blocks for the request."""
+        if num_external_tokens == 0 and request.num_computed_tokens == 0:
+            tracked = self._adapted.get(request.request_id)
+            if tracked is not None and tracked.adapter_version is None:
+                # vLLM may not have called `matched_tokens` for this request.
+                self._admitted_adapter(request)
         if self._producer is not None:
             self._producer.on_allocated(request, self._plan)
         if self._consumer is not None:
@@ -100,16 +143,27 @@ class NixlScheduler:
         """Handles the end of the request; see `Producer.finish`."""
         if self._consumer is not None:
             self._consumer.finish(request, self._plan)
-        return self._producer.finish(request, block_ids, self._plan) if self._producer is not None else (False, None)
+        answer: tuple[bool, dict[str, Any] | None] = (False, None)
+        if self._producer is not None:
+            answer = self._producer.finish(request, block_ids, self._plan, self._computed_adapter(request))
+        tracked = self._adapted.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            self._adapted.forget(request.request_id)
+        return answer
 
     def take_plan(self, scheduler_output: SchedulerOutput) -> NixlStepPlan:
         """Takes the plan of this step."""
         plan, self._plan = self._plan, NixlStepPlan()
+        preempted = compat.preempted_ids(scheduler_output)
+        for request_id in preempted:
+            if tracked := self._adapted.get(request_id):
+                # The engine may load the adapter again before the request restarts.
+                tracked.forget_progress()
         if self._producer is not None:
             tables = compat.block_tables(scheduler_output)
             self._producer.corrupt_blocks.follow_step(scheduler_output, tables)
             if self._producer.host_copies is not None:
-                self._producer.host_copies.preempted(compat.preempted_ids(scheduler_output))
+                self._producer.host_copies.preempted(preempted)
                 plan.host_copies = self._producer.host_copies.of_step(scheduler_output.num_scheduled_tokens, tables)
         if self._consumer is not None:
             self._consumer.on_scheduled(scheduler_output.num_scheduled_tokens)
@@ -134,3 +188,13 @@ class NixlScheduler:
         """Records the number of requests with held blocks."""
         if self._producer is not None:
             self._metrics.set_held(self._producer.num_offered)
+
+    def reset(self) -> bool:
+        """Ends the loads of waiting requests; see `Consumer.reset`."""
+        if self._consumer is not None:
+            self._consumer.reset(self._plan)
+        return True
+
+    def close(self) -> None:
+        """Ends the threads that read the files of adapters. Does not wait."""
+        self._adapters.close()

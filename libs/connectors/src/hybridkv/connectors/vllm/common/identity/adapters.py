@@ -51,6 +51,8 @@ class AdapterVersion:
 
     name: Name
     signature: Signature
+    digest: bytes
+    """Digest of the files' content."""
     keys: ChunkKeys
     is_in_place: bool
     turn: int
@@ -132,7 +134,9 @@ class Adapters:
             return None
         if adapter.keys is None:
             adapter.keys = self._keys.for_adapter(self._nonce + found.digest)
-        return AdapterVersion(adapter.name, found.signature, adapter.keys, lora.load_inplace, self._turn(adapter))
+        return AdapterVersion(
+            adapter.name, found.signature, found.digest, adapter.keys, lora.load_inplace, self._turn(adapter)
+        )
 
     def begin_anew(self, nonce: bytes) -> None:
         """Gives every adapter new keys that no other process has, after the model has changed.

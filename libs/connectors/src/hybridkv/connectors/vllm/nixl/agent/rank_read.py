@@ -25,6 +25,7 @@ from hybridkv.peers.transport import (
     TransferFailureReason,
     TransferId,
     TransferPending,
+    TransferState,
     Transport,
 )
 from hybridkv.peers.wire import Digests, RequestDigests, pack_columns
@@ -32,17 +33,16 @@ from hybridkv.peers.wire.messages import DIGEST_BYTES
 from hybridkv.tiers.threads import Outcome
 
 CELLS_PER_REQUEST = 16384
-_OF_DIGESTS = {ENDED: ReadFailure.LEASE, BUSY: ReadFailure.BUSY, DIGESTS_FAILED: ReadFailure.OTHER}
+_OF_DIGESTS = {ENDED: ReadFailure.LEASE, DIGESTS_FAILED: ReadFailure.OTHER}
 _OF_TRANSPORT = {
     TransferFailureReason.GONE: ReadFailure.GONE,
     TransferFailureReason.REFUSED: ReadFailure.REFUSED,
     TransferFailureReason.TIMEOUT: ReadFailure.TIMEOUT,
     TransferFailureReason.CANCELLED: ReadFailure.CANCELLED,
-    TransferFailureReason.BUSY: ReadFailure.BUSY,
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReadTools:
     """Objects that all reads share.
 
@@ -53,6 +53,8 @@ class ReadTools:
         digest_thread: digests this rank's pages.
         numbers: unique numbers of requests for digests.
         verify: True to compare digests.
+        is_full: True if the transport has refused a read of pages in this tick. Then others wait for the next tick.
+        may_ask_again: True in a tick in which requests for digests are sent again if the producer was busy.
     """
 
     memory: NixlRankMemory
@@ -61,6 +63,8 @@ class ReadTools:
     digest_thread: DigestThread
     numbers: Iterator[int]
     verify: bool
+    is_full: bool = False
+    may_ask_again: bool = False
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ class _DigestReplies:
     request: DigestRequest
     theirs: dict[int, bytes | None] = field(default_factory=dict)
     """Replies by number of the request, in order; None before the reply."""
+    busy: set[int] = field(default_factory=set)
+    """Numbers of requests that the producer refused because it was busy."""
     failure: str = ""
 
 
@@ -107,6 +113,7 @@ class RankRead:
         self._load = load
         self._pairing: Pairing | None = None
         self._transfer: TransferId | None = None
+        self._timeout_s = 0.0
         self._requested: _DigestReplies | None = None
         self._check: _ReadCheck | None = None
         self.num_descriptors = 0
@@ -144,9 +151,9 @@ class RankRead:
         return None
 
     def start(self, timeout_s: float) -> None:
-        """Starts the transfer. With `verify`, also requests the producer's digests."""
-        assert self._pairing is not None and self.peer.remote is not None
-        self._transfer = self._tools.transport.read(self.peer.remote, self._pairing.ranges, timeout_s)
+        """Prepares the transfer, which the next poll starts. With `verify`, requests the producer's digests."""
+        assert self._pairing is not None
+        self._timeout_s = timeout_s
         if self._tools.verify:
             self._request_digests(self._pairing)
 
@@ -159,11 +166,15 @@ class RankRead:
         """Starts the checks."""
         self._check = _ReadCheck(timeout_s, digests_agree=not self._tools.verify)
 
-    def on_digests(self, message: Digests) -> None:
-        """Takes digests from the producer."""
+    def on_digests(self, message: Digests) -> bool:
+        """Takes digests from the producer. False if the producer was busy; then a later check requests them again."""
         if self._requested is not None and message.request in self._requested.theirs:
+            if message.failure == BUSY:
+                self._requested.busy.add(message.request)
+                return False
             self._requested.failure = self._requested.failure or message.failure
             self._requested.theirs[message.request] = message.digests
+        return True
 
     def try_release(self) -> bool:
         """Releases transfers. Returns True if no transfer writes into this rank's memory any more; else call again."""
@@ -204,11 +215,20 @@ class RankRead:
 
     def _read(self) -> Event | None:
         if self._transfer is None:
-            return TransferEnded(self._index, ReadFailure.OTHER)
+            if self.peer.state is ConnectionState.OVER:
+                return self._lost()
+            if self._tools.is_full:
+                return None
+            assert self._pairing is not None and self.peer.remote is not None
+            self._transfer = self._tools.transport.read(self.peer.remote, self._pairing.ranges, self._timeout_s)
         state = self._tools.transport.poll(self._transfer)
         if isinstance(state, TransferPending):
             return self._lost() if self.peer.state is ConnectionState.OVER else None
         if not self._try_release_transfer():
+            return None
+        if _is_busy(state):
+            # The oldest read tries again first. The deadline of this stage bounds the wait.
+            self._tools.is_full = True
             return None
         if isinstance(state, TransferFailed):
             return TransferEnded(self._index, self._reason(state))
@@ -260,6 +280,8 @@ class RankRead:
         if isinstance(state, TransferPending) or not self._tools.transport.release(check.transfer):
             return None
         check.transfer = None
+        if _is_busy(state):
+            return None  # later polls try again, until the deadline
         if isinstance(state, TransferFailed):
             return self._reason(state)
         assert check.place is not None
@@ -292,9 +314,19 @@ class RankRead:
         for part in requested.request.parts(CELLS_PER_REQUEST):
             number = next(self._tools.numbers)
             requested.theirs[number] = None
-            spans = pack_columns(part.columns)
-            question = RequestDigests(number, self._load.prompt.lease, part.num_tokens, spans)
-            self._tools.control.send(self.peer.link, question)
+            self._request_part(number, part)
+
+    def _request_part(self, number: int, part: DigestRequest) -> None:
+        spans = pack_columns(part.columns)
+        question = RequestDigests(number, self._load.prompt.lease, part.num_tokens, spans)
+        self._tools.control.send(self.peer.link, question)
+
+    def _request_again(self, requested: _DigestReplies) -> None:
+        """Sends requests again that the producer refused because it was busy."""
+        for number, part in zip(requested.theirs, requested.request.parts(CELLS_PER_REQUEST), strict=True):
+            if number in requested.busy:
+                self._request_part(number, part)
+        requested.busy.clear()
 
     def _check_digests(self, check: _ReadCheck) -> ReadFailure | None:
         if check.digests_agree:
@@ -304,6 +336,8 @@ class RankRead:
         if requested.failure:
             self.detail = requested.failure
             return _OF_DIGESTS.get(requested.failure, ReadFailure.PAIRING)
+        if requested.busy and self._tools.may_ask_again:
+            self._request_again(requested)
         if check.ours is None:
             return self._take_ours(check, requested.request)
         theirs = [each for each in requested.theirs.values() if each is not None]
@@ -333,6 +367,11 @@ class RankRead:
         check.ours = self._tools.digest_thread.start_digests(runs)
         check.was_queue_full = check.ours is None
         return None
+
+
+def _is_busy(state: TransferState) -> bool:
+    """True if the transport did not start a transfer, because it has too many."""
+    return isinstance(state, TransferFailed) and state.reason is TransferFailureReason.BUSY
 
 
 def _ours(load: PromptLoad) -> BlockTables:

@@ -44,6 +44,8 @@ from hybridkv.peers.wire import Digests, WireLimits
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MIN_TIMEOUT_S = 0.001
+ASK_AGAIN_S = 0.05
+"""Seconds between attempts to request digests from a busy producer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class ReadManager:
         self._tools = ReadTools(memory, transport, control, self._digest_thread, itertools.count(1), options.verify)
         self._reads: dict[str, _RequestRead] = {}
         self._rank_by_request: dict[int, RankRead] = {}
+        self._ask_again_s = 0.0
         self._leftovers: list[RankRead] = []
         """Ranks of ended reads that still read a lease into a scratch slot."""
         self.ended: list[tuple[str, NixlLoadFailure | None]] = []
@@ -166,12 +169,16 @@ class ReadManager:
     def on_digests(self, peer: ProducerConnection, message: Digests) -> None:
         """Takes digests from a producer. Ignores digests that were not requested from this producer."""
         rank = self._rank_by_request.get(message.request)
-        if rank is not None and rank.peer is peer:
+        if rank is not None and rank.peer is peer and rank.on_digests(message):
             del self._rank_by_request[message.request]
-            rank.on_digests(message)
 
     def tick(self) -> None:
         """Advances every read as far as possible."""
+        now_s = self._options.clock()
+        self._tools.is_full = False
+        self._tools.may_ask_again = now_s >= self._ask_again_s
+        if self._tools.may_ask_again:
+            self._ask_again_s = now_s + ASK_AGAIN_S
         for read in list(self._reads.values()):
             try:
                 self._advance(read)
