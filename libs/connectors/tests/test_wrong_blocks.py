@@ -333,4 +333,4 @@ def test_a_producer_hands_over_no_state_with_a_dropped_token(computed_tokens: in
         bench.step(running={"session": ([], [])}, chunks={"session": (start, start + 1)})
     request.append_output_token_ids([7, 8, 9])
     request.num_computed_tokens, request.status = computed_tokens, RequestStatus.FINISHED_STOPPED
-    assert producer.finish(request, bench.tables["session"], NixlStepPlan())[0] is is_handed_over
+    assert producer.finish(request, bench.tables["session"], NixlStepPlan(), b"")[0] is is_handed_over
