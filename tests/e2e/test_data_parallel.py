@@ -28,7 +28,13 @@ def transfer_config(store: Path) -> dict[str, Any]:
         # A slow machine is no reason for a miss.
         {"type": "object", "url": f"file://{store}", "cascade": "all", "lookup_timeout_seconds": patience.seconds(3.0)},
     ]
-    extra = {"tiers": tiers, "weights_digest": "full", "chunk_tokens": CHUNK_TOKENS, "compute_tokens_per_second": 1}
+    extra = {
+        "tiers": tiers,
+        "weights_digest": "full",
+        "chunk_tokens": CHUNK_TOKENS,
+        "compute_tokens_per_second": 1,
+        "load_timeout_seconds": patience.seconds(30.0),  # at least the timeout of a lookup
+    }
     return {
         "kv_connector": "HybridOffloadConnector",
         "kv_connector_module_path": MODULE,
