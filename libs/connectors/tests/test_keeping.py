@@ -209,6 +209,41 @@ def test_chunks_that_no_tier_holds_use_no_share(tmp_path: Path, is_reset: bool, 
         assert ("ram", "refused") not in bench.counted()
 
 
+def test_chunks_that_another_request_still_stores_use_no_share(tmp_path: Path) -> None:
+    """The other request's store fails later."""
+    bench = Kept(tmp_path)
+    with bench.engine as engine:
+        num_chunks = NUM_FITTING // 5
+        blocks = list(range(1, 2 * num_chunks + 1))
+        other = engine._begin("a#1")
+        store = engine.planner.plan(other, num_chunks * CHUNK_TOKENS, [], lambda _: (blocks, []))
+        assert store is not None
+        tracked = engine._begin("a#0")
+        tracked.hints = Hints(keep_seconds=60.0)
+        assert engine.planner.plan(tracked, num_chunks * CHUNK_TOKENS, [], lambda _: (blocks, [])) is None
+        engine.end("a#0")
+        engine.planner.on_ended({store.store_id: StoreOutcome(1, "no thread is free", "busy")})
+        assert bench.keeper._kept_bytes[0] == 0
+
+
+def test_chunks_that_only_the_disk_holds_use_no_share_of_host_memory(tmp_path: Path) -> None:
+    bench = Kept(tmp_path)
+    with bench.engine as engine:
+        num_chunks = NUM_FITTING // 5
+        bench.serve("a", num_chunks)
+        bench.serve_others(2 * NUM_FITTING)
+        assert bench.in_primary("a") == 0
+        tracked = engine._begin("a#2")
+        tracked.hints = Hints(keep_seconds=60.0)
+        blocks = list(range(1, 2 * num_chunks + 1))
+        store = engine.planner.plan(tracked, num_chunks * CHUNK_TOKENS, [], lambda _: (blocks, []))
+        engine.end("a#2")
+        if store is not None:
+            engine.planner.on_ended({store.store_id: StoreOutcome(1, "no thread is free", "busy")})
+        assert bench.keeper._kept_bytes[0] == 0
+        assert bench.keeper._kept_bytes[1] > 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 20))), st.floats(0, 1))
 def test_each_tier_keeps_a_prefix_if_it_fits_there(tiers: list[tuple[int, int, int]], keep_share: float) -> None:
     kept, more, capacities = ([tier[i] for tier in tiers] for i in range(3))

@@ -69,8 +69,8 @@ class Keeper:
     def keep(self, chain: PrefixChain, seconds: float) -> None:
         """Keeps the prefix of an ended request for `seconds` from now on, in each tier whose share has room for it.
 
-        Does not count chunks that no tier holds: their store has failed, a reset has withdrawn them, or they were
-        evicted. Does nothing if no tier holds any.
+        Host memory keeps only the chunks that it offers now. Chunks that no tier has are not kept. Does nothing if no
+        tier has any.
         """
         self._expire()
         until_s = self._clock() + seconds
@@ -82,8 +82,9 @@ class Keeper:
         }
         if not chunks:
             return
+        in_ram = {key for key in chunks if self._stack.primary_only.lookup(key) is LookupResult.HIT}
         more = [
-            sum(chunk.costs[tier] for chunk in chunks.values() if not chunk.tiers[tier])
+            sum(chunk.costs[tier] for key, chunk in chunks.items() if not chunk.tiers[tier] and (tier or key in in_ram))
             for tier in range(len(self._tiers))
         ]
         capacities = [index.capacity_bytes for index in self._tiers.values()]
@@ -94,7 +95,7 @@ class Keeper:
             self._metrics.kept(name, is_kept)
             self._kept_bytes[tier] += more[tier] * is_kept
         for key, chunk in chunks.items():
-            tiers = tuple(map(or_, chunk.tiers, fits))
+            tiers = tuple(map(or_, chunk.tiers, (fits[0] and key in in_ram, *fits[1:])))
             if any(tiers):
                 self._kept[key] = _Kept(chunk.costs, tiers, max(chunk.until_s, until_s))
 
