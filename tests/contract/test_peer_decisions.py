@@ -9,7 +9,7 @@ import ast
 import inspect
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,9 +90,9 @@ class Half:
         answer: tuple[bool, Any] = self.connector.request_finished_all_groups(request, blocks)
         return answer
 
-    def plan(self) -> NixlStepPlan:
+    def plan(self, preempted: Collection[str] = ()) -> NixlStepPlan:
         step = SimpleNamespace(
-            num_scheduled_tokens={}, preempted_req_ids=None, finished_req_ids=set(), kv_connector_block_state=None
+            num_scheduled_tokens={}, preempted_req_ids=preempted, finished_req_ids=set(), kv_connector_block_state=None
         )
         plan = self.connector.build_connector_meta(step)
         assert isinstance(plan, NixlStepPlan)
@@ -414,6 +414,23 @@ def admitted(half: Half, lora: LoRARequest) -> Request:
     half.connector.get_num_new_matched_tokens(request, 0)
     half.admit(request, 0)
     return request
+
+
+def test_a_reset_that_preempts_requests_keeps_the_content_of_the_adapter(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step admits the request again before its plan is made."""
+    lora = LoRARequest("sql", 1, str(tmp_path / "sql"))
+    write_adapter(tmp_path / "sql", "version 1")
+    producer = adapter_half("kv_producer", lora, started, monkeypatch)
+    request = admitted(producer, lora)
+    producer.plan()
+    request.num_preemptions += 1
+    request.num_computed_tokens = 0
+    producer.connector.get_num_new_matched_tokens(request, 0)
+    producer.admit(request, 0)
+    producer.plan(preempted={"p"})
+    assert producer.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)[0]
 
 
 @pytest.mark.parametrize(("consumers", "offered"), [("version 1", (59, True)), ("version 2", (0, False))])

@@ -109,6 +109,7 @@ class NixlScheduler:
         if not (is_remote_decode(params) or is_remote_prefill(params)):
             return None
         tracked = self._adapted.track(request)
+        tracked.follow_preemptions()
         self._adapted.identify(tracked)
         return tracked.adapter_version.digest if tracked.adapter_version is not None else None
 
@@ -158,7 +159,7 @@ class NixlScheduler:
         for request_id in preempted:
             if tracked := self._adapted.get(request_id):
                 # The engine may load the adapter again before the request restarts.
-                tracked.forget_progress()
+                tracked.follow_preemptions()
         if self._producer is not None:
             tables = compat.block_tables(scheduler_output)
             self._producer.corrupt_blocks.follow_step(scheduler_output, tables)
