@@ -598,6 +598,14 @@ def adapter_version(engine: FakeEngine, name: str, version: Any) -> Any:
     return request
 
 
+def test_an_engine_that_only_loads_remembers_no_session() -> None:
+    engine = FakeEngine((STATE, FULL), kv_role=Role(stores=False, loads=True))
+    request = new_request("r", PROMPT)
+    request.resumable = True
+    engine.half.track(request)
+    assert not engine.half._engine_corruption._sessions
+
+
 @pytest.mark.parametrize(("version", "chunks"), [(None, [0, 1, 2]), ("oath", [2])])
 def test_a_held_store_has_as_many_states_as_one_call_stores(
     monkeypatch: pytest.MonkeyPatch, version: str | None, chunks: list[int]

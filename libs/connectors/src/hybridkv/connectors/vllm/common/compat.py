@@ -219,12 +219,17 @@ def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
     return int(vllm_config.cache_config.block_size)
 
 
+def draft_tokens(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
+    """Draft tokens of each request in this step; empty without a drafter."""
+    return getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
+
+
 def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, int]]:
     """Tokens `[start, end)` that this step computes for each request, without drafts."""
     cached = scheduler_output.scheduled_cached_reqs
     starts = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    drafts = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
+    drafts = draft_tokens(scheduler_output)
     return {
         request_id: (starts[request_id], starts[request_id] + number - len(drafts.get(request_id, ())))
         for request_id, number in scheduler_output.num_scheduled_tokens.items()

@@ -104,7 +104,8 @@ class LMCacheScheduler:
         if before is not None and before is not tracked:
             # A new request has the id of a finished one.
             self._load_tracker.on_request_finished(before.request_id)
-        self._engine_corruption.track(request)
+        if self._kv_role.stores:
+            self._engine_corruption.track(request)
         self._follow_preemptions(tracked)
         if tracked.request_keys is not None:
             self._load_tracker.start_lookup(tracked)

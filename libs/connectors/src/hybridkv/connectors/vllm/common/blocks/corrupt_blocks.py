@@ -14,7 +14,7 @@ There are three kinds:
   With asynchronous scheduling, a stop token may end the answer while the next step is in flight. vLLM drops the output
   of that step and its token, but the step has advanced the state. vLLM computes the token's attention content again.
   With a drafter, the state may also lie in another block. This module compares the token at which a session continues
-  with the token at which its last step ended, without drafts.
+  with the token at which its last step ended. With a drafter, this token is unknown, and the state counts as wrong.
 
 A request that continues from a corrupt block computes wrong content. The engine caches this content under correct
 hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
@@ -164,7 +164,8 @@ class _Session:
     request: Request
     state_tokens: int | None
     """Token at which the last step ended, so the number of tokens in the state. None before the first step, and after
-    the engine starts the session over. -1 if the last step is unknown."""
+    the engine starts the session over. -1 if it is unknown: with asynchronous scheduling, the start of a step after
+    drafts contains drafts that the engine may still reject."""
 
 
 class CorruptBlocks:
@@ -279,8 +280,16 @@ class CorruptBlocks:
             session = self._sessions.get(request_id)
             if session is not None and session.request.is_finished():  # else a new session has taken the id
                 del self._sessions[request_id]
-        chunks = compat.computed_tokens(output)
-        return [(self._sessions[each], chunks[each][1]) for each in self._sessions.keys() & chunks.keys()]
+        scheduled = self._sessions.keys() & output.num_scheduled_tokens.keys()
+        if not scheduled:
+            return []
+        chunks, drafts = compat.computed_tokens(output), compat.draft_tokens(output)
+        found = []
+        for request_id in scheduled & chunks.keys():
+            session = self._sessions[request_id]
+            is_unknown = session.state_tokens == -1 or bool(drafts.get(request_id))
+            found.append((session, -1 if is_unknown else chunks[request_id][1]))
+        return found
 
     def _hash(self, block_id: int) -> Any:
         return None if self._pool is None else self._pool.blocks[block_id].block_hash
@@ -366,9 +375,9 @@ class CorruptBlocks:
         self._warned.add(is_session)
         if is_session:
             logger.warning(
-                "session %s continues from a recurrent state with a token that vLLM has dropped: a bug of this version "
-                "of vLLM. Its answer may be wrong, and nothing that it computes is stored or sent to peers. Start with "
-                "--no-async-scheduling, or use a fixed vLLM. This is logged once; "
+                "session %s continues from a recurrent state that may contain a token that vLLM has dropped: a bug of "
+                "this version of vLLM. Its answer may be wrong, and nothing that it computes is stored or sent to peers. "
+                "Start with --no-async-scheduling and without a drafter, or use a fixed vLLM. This is logged once; "
                 "vllm:hybridkv_misled_requests_total counts all such sessions",
                 printable(request_id),
             )
