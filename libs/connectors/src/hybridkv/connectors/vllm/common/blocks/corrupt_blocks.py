@@ -376,9 +376,9 @@ class CorruptBlocks:
         if is_session:
             logger.warning(
                 "session %s continues from a recurrent state that may contain a token that vLLM has dropped: a bug of "
-                "this version of vLLM. Its answer may be wrong, and nothing that it computes is stored or sent to peers. "
-                "Start with --no-async-scheduling and without a drafter, or use a fixed vLLM. This is logged once; "
-                "vllm:hybridkv_misled_requests_total counts all such sessions",
+                "this version of vLLM. Its answer may be wrong, and nothing that it computes is stored or sent to "
+                "peers. Start with --no-async-scheduling and without a drafter, or use a fixed vLLM. This is logged "
+                "once; vllm:hybridkv_misled_requests_total counts all such sessions",
                 printable(request_id),
             )
             return
