@@ -1,8 +1,6 @@
 """Segments and pools: removed when closed, reclaimed after a crash, and no page is used twice."""
 
-import errno
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +8,9 @@ from pathlib import Path
 import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT
 
-from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.pool import PREFIX, Pool, SharedMemory, sweep
-from hybridkv.lmcache.session import LMCacheSession
 
 CRASHES = """
 import os, sys
@@ -99,29 +95,6 @@ def test_groups_of_pages_do_not_overlap_and_stay_inside_the_pool() -> None:
             pool.page(0, 99)
     finally:
         pool.close()
-
-
-def test_a_pool_without_room_for_a_second_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = ServerFacts("0.5.7rc2", True, 0, False, "blake3")
-    session = LMCacheSession(QWEN3_NEXT, b"fingerprint", 1, 2)
-    first = session.registration_for(facts, 256)
-    assert first is not None
-    try:
-        assert session.pool.take({0: 1}) is not None
-
-        def refuse(file: int, offset: int, num_bytes: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as full:
-            full.setattr(os, "posix_fallocate", refuse)
-            again = session.registration_for(facts, 256)
-            assert again is not None and again.instance == first.instance
-            assert session.pool.num_taken == 1
-        later = session.registration_for(facts, 256)
-        assert later is not None and later.instance != first.instance
-        assert session.pool.num_taken == 0
-    finally:
-        session.close()
 
 
 def test_renewing_a_pool_voids_the_taken_pages() -> None:

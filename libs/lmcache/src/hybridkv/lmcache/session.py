@@ -86,12 +86,8 @@ class LMCacheSession:
             self._pool = Pool(geometry, self._num_chunks)
         elif self._pool.num_taken:
             # The server of a lost connection may still write to the taken pages.
-            num_taken = self._pool.num_taken
-            try:
-                self._pool.recreate()
-                logger.info("recreated the pool: %d pages were in flight", num_taken)
-            except LMCacheConfigurationError as error:  # no room for a second pool beside the old one
-                logger.warning("the pool is kept, and up to %d pages in flight stay unused: %s", num_taken, error)
+            logger.info("recreating the pool: %d pages were in flight", self._pool.num_taken)
+            self._pool.recreate()
         self._geometry = geometry
         return Registration(self._pool.instance, self.model, self._world_size, self._pool.wire_groups())
 
