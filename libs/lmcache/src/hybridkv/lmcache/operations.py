@@ -426,7 +426,7 @@ class Operations:
             self._channel.call(ready.codec.end_session(session), AGAIN_S, partial(self._on_ended_again, session))
 
     def _on_ended_again(self, session: str, ended: CallResult[None]) -> None:
-        if isinstance(ended, CallFailure) and ended.reason is CallFailureReason.LOST:
+        if isinstance(ended, CallFailure) and ended.reason in (CallFailureReason.LOST, CallFailureReason.UNSENT):
             self._forget_later(session)
 
     def _count(self, operation: str, ended: CallResult[object], **done: int) -> None:
