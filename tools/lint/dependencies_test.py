@@ -11,7 +11,7 @@ import sys
 import tomllib
 from typing import Any
 
-# Packages that the engine's environment has, or that the operator installs. No distribution of ours declares them.
+# Packages that the engine's environment has, or that the operator installs. These distributions do not declare them.
 ENGINE = {"cli": {"torch", "vllm"}, "connectors": {"huggingface_hub", "torch", "vllm"}}
 
 # Distributions with another name than their package.

@@ -247,7 +247,7 @@ def test_a_producer_that_refuses_connections_is_not_dialled_again(reason: str) -
 
 
 def test_leases_waiting_for_a_reconnect_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_leases, "MAX_RECONNECTED_LEASES", 2)
+    monkeypatch.setattr(remote_leases, "MAX_LEASES_TO_RECONNECT", 2)
     producer = Producer(GONE)
     producer.hold("r", "s", "t", "u")
     producer.cut()

@@ -76,7 +76,7 @@ def test_a_hit_equals_that_of_exhaustive_search(spec: CacheSpec, data: st.DataOb
     store = data.draw(stores(spec))
     num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
     computed = data.draw(computed_tokens(spec, num_tokens - 1))
-    with mock.patch("hybridkv.planner.hit._PATIENCE", data.draw(st.sampled_from([1, 2, 16]))):
+    with mock.patch("hybridkv.planner.hit._MAX_RULED_OUT", data.draw(st.sampled_from([1, 2, 16]))):
         found = hit(spec, num_tokens, computed, store)
         by_ranges = longest_hit(spec, num_tokens, computed, lambda *key: store[key], Ranges(spec, store))
     assert getattr(by_ranges, "num_tokens", 0) == getattr(found, "num_tokens", 0) and type(by_ranges) is type(found)

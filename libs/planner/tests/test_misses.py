@@ -46,7 +46,7 @@ def test_the_limiting_group_lacks_a_chunk_of_the_first_boundary(spec: CacheSpec,
     num_tokens = CHUNKS * spec.chunk_tokens
     computed = data.draw(computed_tokens(spec, num_tokens - 1))
     ranges = Ranges(spec, store) if data.draw(st.booleans()) else None
-    with mock.patch("hybridkv.planner.hit._PATIENCE", data.draw(st.sampled_from([1, 2, 16]))):
+    with mock.patch("hybridkv.planner.hit._MAX_RULED_OUT", data.draw(st.sampled_from([1, 2, 16]))):
         found = longest_hit(spec, num_tokens, computed, lambda *key: store[key], ranges)
     if isinstance(found, Miss) and last_boundary(spec, num_tokens) > computed:
         assert found.limiting_group is not None

@@ -10,8 +10,8 @@ import msgspec
 
 
 class ConfigurationError(ValueError):
-    """A setting, file, model, device or engine with which a connector cannot work. Raised before the connector stores
-    or loads anything.
+    """A setting, file, model, device, engine or hint with which a connector cannot work. It stops the engine's start,
+    except for a hint of a request: that hint is ignored.
 
     Args:
         path: path of the setting in the operator's configuration, or name of the file or property.
@@ -52,7 +52,7 @@ class SettingProblem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: ConfigurationError) -> SettingProblem:
-        """Problem with the fields of an error."""
+        """Converts an error to a problem."""
         return cls("error", error.path, error.expected, str(error.got), error.hint)
 
     def text(self) -> str:

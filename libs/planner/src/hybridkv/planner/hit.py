@@ -24,7 +24,7 @@ from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup, Scan, fin
 
 # In CPython 3.11, access to an enum member takes longer than most other operations of a search.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
-_PATIENCE = 16
+_MAX_RULED_OUT = 16
 """After scarce kinds rule out this number of boundaries, a few lookups of the FULL groups are worth their cost."""
 
 
@@ -106,7 +106,7 @@ class _HitSearch:
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._computed = computed_tokens
         # If no chunk cuts a block, the first read token and the start of its block lie in the same chunk.
-        self._first_token = load_start if spec.cut_groups else read_start
+        self._first_read_token_of = load_start if spec.cut_groups else read_start
         if ranges is None:
             scan = Scan(spec, lookup)
             self._lookup: Lookup = scan.answer
@@ -119,9 +119,9 @@ class _HitSearch:
         self._has_plain_windows = spec.tail_tokens is None
         self._order = spec.scarce_first
         self._lowest = (computed_tokens // self._step + 1) * self._step
-        self._walked = [computed_tokens // self._chunk * self._chunk] * len(spec.groups)
+        self._held_up_to = [computed_tokens // self._chunk * self._chunk] * len(spec.groups)
         """For each FULL group, the token up to which it holds every chunk, as far as known."""
-        self._patience = _PATIENCE
+        self._patience = _MAX_RULED_OUT
         self._bounding: int | None = None
         """FULL group that lowered the boundary in the last `_lower` of another group; None if no FULL group did."""
 
@@ -145,19 +145,20 @@ class _HitSearch:
     def _look_up_first_chunk(self, group_index: int, boundary: int) -> bool:
         """False if a FULL group lacks the first chunk after the engine's own prefix, which every boundary needs.
 
-        True without a lookup in a tier without ranges, with tails, or if the boundary lies before the chunk's end.
+        Returns True without a lookup if the tier has no ranges, if tails are stored, or if the boundary lies before the
+        end of the chunk.
         """
-        first = self._walked[group_index] + self._chunk
+        first = self._held_up_to[group_index] + self._chunk
         if not self._has_ranges or self._step != self._chunk or first > boundary:
             return True
         if not self._ranges.num_leading_held(group_index, first, first):
             return False
-        self._walked[group_index] = first
+        self._held_up_to[group_index] = first
         return True
 
     def _lower(self, group_index: int, boundary: int) -> int:
-        """Looks up chunks of this group. Returns the longest boundary up to `boundary` that the found misses allow, or
-        one up to `_computed`."""
+        """Looks up chunks of this group. Returns the longest boundary up to `boundary` that the found misses allow. If
+        none after `_computed` is left, returns any boundary up to `_computed`."""
         kind = self._spec.groups[group_index].kind
         if kind is _RECURRENT:
             return self._lower_to_state(group_index, boundary)
@@ -187,7 +188,7 @@ class _HitSearch:
     def _lower_to_window(self, group_index: int, boundary: int) -> int:
         chunk, step = self._chunk, self._step
         last = boundary // chunk * chunk
-        start = self._first_token(self._spec.groups[group_index], boundary, self._computed)
+        start = self._first_read_token_of(self._spec.groups[group_index], boundary, self._computed)
         if start >= last:
             return boundary
         first = (start // chunk + 1) * chunk
@@ -206,11 +207,11 @@ class _HitSearch:
     def _lower_to_prefix(self, group_index: int, boundary: int) -> int:
         chunk = self._chunk
         last = boundary // chunk * chunk
-        first = self._walked[group_index] + chunk
+        first = self._held_up_to[group_index] + chunk
         if first > last:
             return boundary
         num_held = self._ranges.num_leading_held(group_index, first, last)
-        walked = self._walked[group_index] = first - chunk + num_held * chunk
+        walked = self._held_up_to[group_index] = first - chunk + num_held * chunk
         return boundary if walked >= last else walked + chunk - self._step
 
     def _bounded_by_full(self, boundary: int) -> int:
@@ -227,7 +228,7 @@ class _HitSearch:
         chunk = self._chunk
         for group_index in self._order:
             if self._spec.groups[group_index].kind is _FULL and boundary > self._computed:
-                first = self._walked[group_index] + chunk
+                first = self._held_up_to[group_index] + chunk
                 missing = find_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
                 if missing is not None:
                     boundary, self._bounding = missing - self._step, group_index
@@ -244,7 +245,7 @@ class _HitSearch:
         last = boundary // chunk * chunk
         for group_index in self._order:
             group = self._spec.groups[group_index]
-            start = self._first_token(group, boundary, self._computed)
+            start = self._first_read_token_of(group, boundary, self._computed)
             if start < last and self._ranges.any_pending(group_index, (start // chunk + 1) * chunk, last):
                 return True
             reads_tail = max(start, last) < boundary

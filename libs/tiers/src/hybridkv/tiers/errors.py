@@ -11,7 +11,8 @@ import os
 from typing import Final
 
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK})
-"""Errors for too few open files (process or machine), memory, threads or kernel requests, locks."""
+"""Errors of a process or machine with too many open files, or too little memory, or too few threads, kernel requests or
+locks."""
 _NO_THREAD: Final = ("can't start new thread", os.strerror(errno.EAGAIN))
 """Messages of Python and of the C++ library if the system cannot start a thread."""
 

@@ -1,9 +1,9 @@
 """Chooses the boundaries of a prompt at which a state is stored (stops), and returns the next one.
 
-Boundaries at which earlier requests diverged come first: a later request probably resumes there. All other stops are
-guesses: the expected savings of a stop must be higher than the cost of its step and of its bytes. The stop with the
-highest savings is chosen first, then the best one in addition to the chosen stops. So higher costs or tighter limits
-only shorten the same list of stops.
+The last boundary comes first, if the engine does not stop there by itself. Then come boundaries at which earlier
+requests diverged: a later request probably resumes there. All other stops are guesses: the expected savings of a stop
+must be higher than the cost of its step and of its bytes. The stop with the highest savings is chosen first, then the
+best one in addition to the chosen stops. So higher costs or tighter limits only shorten the same list of stops.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
         from obstore.store import from_url
     except ImportError as error:
         raise TierConfigurationError(
-            "url", "obstore, which cannot be imported", str(error), "pip install obstore"
+            "url", "the package obstore, which reads this URL", str(error), "pip install obstore"
         ) from error
     if _SCHEME.match(url) is None:  # obstore ignores case and white space, and would open a directory unchecked
         raise TierConfigurationError("url", "a scheme in lower case, such as s3:// or file://", repr(url))

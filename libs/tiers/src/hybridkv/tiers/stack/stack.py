@@ -342,7 +342,7 @@ class TierStack:
         return self.commit_all([(key, extends)])[0]
 
     def commit_all(self, chunks: Sequence[tuple[Key, Extends]], primary_only: Collection[Key] = ()) -> list[bool]:
-        """Commit chunks, in order. `chunks` has the key of each chunk, and the keys that it extends, which are not
+        """Commit chunks, in order. `chunks` has the key of each chunk, and the keys that it extends; only the chunk is
         committed. Keys in `primary_only` do not cascade."""
         are_stored = self.primary.commit_all([key for key, _ in chunks])
         if self._tiers:
@@ -369,7 +369,7 @@ class TierStack:
     def touch(self, keys: Sequence[Key], extends: Sequence[Extends] = ()) -> None:
         """Make keys the most recently used in every tier, the last one most, and set the keys that each key extends.
 
-        A prefetched key is then no longer unused, but does not count as used.
+        Prefetched keys leave the list of unused keys, but no use of them is counted.
         """
         self._prefetches.on_kept(keys)
         self.primary.touch(keys, extends)

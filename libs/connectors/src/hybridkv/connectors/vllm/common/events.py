@@ -187,19 +187,19 @@ class RouterEvents:
         self._naming_group = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
         self._lookahead = spec.groups[self._naming_group].lookahead_tokens
         self._pool: BlockPool | None = None
-        self._engine_cache: object = None
+        self._last_engine_cache: object = None
         self._has_warned = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's pool. After a reset of the whole pool, subscribers drop all blocks, also the blocks of
         tiers, so `take` announces all chunks again."""
-        self._pool, self._engine_cache = pool, compat.cached_blocks(pool)
+        self._pool, self._last_engine_cache = pool, compat.cached_blocks(pool)
 
     # Chunks of requests.
 
     def on_admitted(self, tracked: TrackedRequest) -> None:
         """Records the whole chunks of an admitted request, up to the last chunk that a tier holds."""
-        num_chunks = self._num_identified(tracked)
+        num_chunks = self._num_identified_chunks(tracked)
         if num_chunks == 0:
             return
         keys, last = tracked.keys(), 0
@@ -214,12 +214,12 @@ class RouterEvents:
 
     def on_store_planned(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
         """Records whole chunks that a request stores, or that were stored already. Tails are not announced."""
-        last = self._num_identified(tracked) * self._layout.spec.chunk_tokens
+        last = self._num_identified_chunks(tracked) * self._layout.spec.chunk_tokens
         for end in sorted({end for _, end in parts}):
             if end <= last and end % self._layout.spec.chunk_tokens == 0:
                 self._describe(tracked, end)
 
-    def _num_identified(self, tracked: TrackedRequest) -> int:
+    def _num_identified_chunks(self, tracked: TrackedRequest) -> int:
         """Number of the request's first chunks with keys for all parts and with hashes of the engine for all blocks."""
         num_hashed = min(len(tracked.request.block_hashes), len(tracked.prefix_hashes()))
         is_hashed = bool(tracked.request.block_hashes) or tracked.request.num_tokens < self._layout.hash_block_tokens
@@ -266,8 +266,8 @@ class RouterEvents:
         self._read_changes()
         stored, removed = self._announcer.take()
         events = [self._stored(each) for each in stored] + [self._removed(each) for each in removed]
-        if self._pool is not None and self._engine_cache is not (now := compat.cached_blocks(self._pool)):
-            self._engine_cache = now
+        if self._pool is not None and self._last_engine_cache is not (now := compat.cached_blocks(self._pool)):
+            self._last_engine_cache = now
             everything = self._announcer.announced()
             events += [self._removed(each) for each in reversed(everything)]
             events += [self._stored(each) for each in everything]

@@ -85,7 +85,8 @@ def page_transfer(spec: SessionSpec, geometry: Geometry, copies: Iterable[PageCo
 
 
 def block_tables(geometry: Geometry, transfer: PageTransfer, pages: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Block tables for the server: per group in registration order, the page of every block of the chunks.
+    """Block tables for the server: per group in registration order, one entry for each block of the chunks: its page,
+    or NULL_BLOCK if the operation has no page for it.
 
     Args:
         geometry: geometry of the groups.

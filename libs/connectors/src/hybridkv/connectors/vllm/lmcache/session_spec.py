@@ -100,7 +100,7 @@ def session_spec_of(config: LMCacheConfig, layout: CacheLayout) -> SessionSpec:
     )
     if not spec.num_chunks:
         geometry = Geometry(spec.groups, spec.chunk_tokens)
-        needed = (_rest_bytes(geometry) + _chunk_bytes(geometry)) * layout.world_size
+        needed = (_overhead_bytes(geometry) + _chunk_bytes(geometry)) * layout.world_size
         raise ConfigurationError(
             f"{ROOT}.pool", f"at least {needed} bytes, the size of one chunk", config.pool, _CHUNK_HINT
         )
@@ -134,13 +134,13 @@ def page_groups(layout: CacheLayout) -> tuple[PageGroup, ...]:
 def num_chunks(groups: tuple[PageGroup, ...], chunk_tokens: int, pool_bytes: int) -> int:
     """Number of chunks that fit into a pool of `pool_bytes`; 0 if none fits."""
     geometry = Geometry(groups, chunk_tokens)
-    return max(0, pool_bytes - _rest_bytes(geometry)) // _chunk_bytes(geometry)
+    return max(0, pool_bytes - _overhead_bytes(geometry)) // _chunk_bytes(geometry)
 
 
 def _chunk_bytes(geometry: Geometry) -> int:
     return sum(kept * page for kept, page in zip(geometry.kept_per_chunk, geometry.page_bytes, strict=True))
 
 
-def _rest_bytes(geometry: Geometry) -> int:
+def _overhead_bytes(geometry: Geometry) -> int:
     """Bytes outside chunks: a null page and the alignment of each group."""
     return sum(page + ALIGNMENT_BYTES for page in geometry.page_bytes)

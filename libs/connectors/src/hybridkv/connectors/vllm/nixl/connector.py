@@ -43,7 +43,7 @@ from hybridkv.connectors.vllm.nixl.producer import ProducerTerms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
-from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings, require_host
+from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings, require_nixl_and_secret
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 from hybridkv.planner.groups import whole_chunk_unit
@@ -105,7 +105,7 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         super().requires_piecewise_for_cudagraph(extra_config)
-        require_host(decode_config(extra_config))
+        require_nixl_and_secret(decode_config(extra_config))
         return False
 
     def _scheduler_half(self) -> NixlScheduler | None:

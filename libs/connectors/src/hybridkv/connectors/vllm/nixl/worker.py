@@ -225,7 +225,7 @@ def _bounds(config: NixlConfig) -> ReadBounds:
     return ReadBounds(2 * config.connect_timeout_seconds, whole_s, whole_s, whole_s=whole_s)
 
 
-def require_host(config: NixlConfig) -> None:
+def require_nixl_and_secret(config: NixlConfig) -> None:
     """Checks that NIXL is installed and that the secret can be read.
 
     Raises:

@@ -92,7 +92,7 @@ class Retries:
         return self._until_s.get(chore_or_number, 0.0) > self._clock()
 
     def next_retry_s(self, now_s: float) -> float:
-        """Time after `now_s` at which the earliest backoff ends; infinity if there is none."""
+        """Clock time, later than `now_s`, at which the next backoff ends; infinity if there is none."""
         return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=float("inf"))
 
     def failed(self, kind: type[Chore[Any]], error: Exception, numbers: Iterable[int] = ()) -> None:

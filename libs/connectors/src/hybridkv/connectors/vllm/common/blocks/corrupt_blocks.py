@@ -203,7 +203,7 @@ class CorruptBlocks:
         self._pool = pool
 
     def track(self, request: Request) -> None:
-        """Handles a new request; further calls do nothing."""
+        """Starts to track a session of a model with RECURRENT groups. Ignores other requests and tracked sessions."""
         if not self._has_states or not compat.is_session(request):
             return
         known = self._sessions.get(request.request_id)

@@ -63,9 +63,9 @@ EXCLUDED_FIELDS: Mapping[str, str] = {
     "ModelConfig.sleep_*": _MEMORY,
     "ModelConfig.enable_nccl_comm_suspend": _MEMORY,
     "ModelConfig.enable_cumem_allocator": _MEMORY,
-    # Multimodal input: bounds, caches and transport. Its processing counts.
+    # Multimodal input: bounds, caches and transport. The settings of its processing are facts.
     "MultiModalConfig.limit_per_prompt": _SERVING,
-    "MultiModalConfig.mm_processor_cache_gb": _MEMORY + "; where 0 leaves input without hashes a nonce is a fact",
+    "MultiModalConfig.mm_processor_cache_gb": _MEMORY + "; if 0 leaves images without hashes, a nonce is a fact",
     "MultiModalConfig.mm_processor_cache_type": _CACHING,
     "MultiModalConfig.mm_hasher_algorithm": "hashes of input are in the key",
     "MultiModalConfig.mm_shm_cache_max_object_size_mb": _MEMORY,

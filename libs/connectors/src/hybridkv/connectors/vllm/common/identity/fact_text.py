@@ -56,7 +56,7 @@ def text(path: str, value: Any) -> str:
     """Canonical text of a value, or the digest of a text longer than `MAX_TEXT`.
 
     Raises:
-        ConfigurationError: the value, or a value in it, has a type without canonical text; the text names `path`.
+        ConfigurationError: the value, or a value in it, has a type without canonical text; the error names `path`.
     """
     whole = _text(path, value)
     return whole if len(whole) <= MAX_TEXT else digested(whole)

@@ -28,7 +28,7 @@ MIN_RENEWAL_S = 0.05
 MAX_RECONNECTS, RECONNECT_S = 3, 1.0
 """Maximum reconnects after a lost connection, and the pause between two reconnects in seconds; less if renewals are
 more frequent. Before `end`, only renewals reconnect, so the pause is the time between two renewals."""
-MAX_RECONNECTED_LEASES = 1024
+MAX_LEASES_TO_RECONNECT = 1024
 """Maximum number of leases at which lost connections are opened again. Above it, leases of lost connections expire."""
 _PERMANENT_FAILURES = ("refused", "protocol")
 """Reasons for which a new connection would fail in the same way."""
@@ -160,7 +160,7 @@ class RemoteLeases:
 
     def _may_reconnect(self, holder: _LeaseHolder) -> bool:
         failure = holder.peer.failure
-        return len(self._leases) <= MAX_RECONNECTED_LEASES and (
+        return len(self._leases) <= MAX_LEASES_TO_RECONNECT and (
             failure is None or failure.reason not in _PERMANENT_FAILURES
         )
 

@@ -91,7 +91,7 @@ def identity_facts(
     kv_caches: Mapping[str, KVCache],
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Facts on which the bytes of this rank depend: the facts of a store without chunks and without the order of bytes.
+    """Facts on which the bytes of this rank depend: those of a store, except the chunk length and the order of bytes.
     The description of each layer states the order of bytes.
 
     Raises:
