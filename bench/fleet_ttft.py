@@ -23,7 +23,7 @@ import json
 import os
 import socket
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,15 @@ LOOKUP_TIMEOUT_S = 5.0
 """Long, so that a slow machine does not cause a miss."""
 
 
-def free_port() -> int:
-    """A free port of the loopback."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_ports() -> Iterator[int]:
+    """Ports of the loopback. Each is free, and so is the next one, which the engine's rank uses."""
+    for port in range(20000 + os.getpid() % 10000, 32000, 2):  # below the ports that the system gives to clients
+        try:
+            for number in (port, port + 1):
+                socket.create_server(("127.0.0.1", number)).close()
+        except OSError:
+            continue
+        yield port
 
 
 def transfer_of(*tiers: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def measure(model: Model, num_tokens: int, num_rounds: int, num_threads: int) ->
     with ExitStack() as kept:
         started = Started(kept, model.kind, "ttft_engine.py")
         arguments = ARGUMENTS | model.arguments
-        ports = {name: f"127.0.0.1:{free_port()}" for name in ("first", "peer")}
+        ports = {name: f"127.0.0.1:{port}" for name, port in zip(("first", "peer"), free_ports(), strict=False)}
         peers = {"type": "peer", "peers": list(ports.values()), "lookup_timeout_seconds": LOOKUP_TIMEOUT_S}
         store = {"type": "object", "url": f"file://{started.directory / 'store'}", "cascade": "all"}
         store["lookup_timeout_seconds"] = LOOKUP_TIMEOUT_S
