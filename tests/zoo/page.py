@@ -28,8 +28,8 @@ change the answer.
 Restored tokens of each prompt: {restored}; of the next turn: {next_turn}; of the four requests: {at_once}."""
 _MAMBA2 = """\
 vLLM 0.32's CPU build cannot run Mamba-2 families with prefix caching: it stops with an IndexError in `mamba_mixer2.py`.
-The test replaces that scan (`tests/zoo/mamba2_cpu.py`). In the next turn of these families, bytes are equal, and
-log-probabilities differ no more than in the engine's own runs in other steps."""
+The test replaces the scan of recurrent states (`tests/zoo/mamba2_cpu.py`). In the next turn of these families, bytes
+are equal, and log-probabilities differ no more than in the engine's own runs in other steps."""
 _STEPS = """\
 Without a connector, steps of other sizes and other requests in the batch change log-probabilities by at most 0.001 in
 float32, and of Qwen3-Next in bfloat16 by at most 0.3 (`//tests/zoo:steps_test`).

@@ -1,7 +1,7 @@
 """Checks that the distribution of each library in libs/ declares the packages that its sources import.
 
 Bazel cannot check it: all packages of a lock share a directory, so a dependency on any of them makes all of them
-importable. A wheel with a missing dependency fails only when a user installs it.
+importable. A wheel with a missing dependency fails only when a user imports it.
 """
 
 import ast

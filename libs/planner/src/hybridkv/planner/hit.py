@@ -6,7 +6,7 @@ it. Three rules keep the lookups few:
 - Scarce kinds (states and windows) are looked up first: they need one key or a few keys for a boundary. FULL groups are
   looked up last, once, and only up to the boundary that the other groups allow.
 - In a tier without ranges, a window is looked up from its first chunk. If this chunk is missing, no boundary that reads
-  it can be a hit. So a new prompt costs one lookup for each window length, not one for each boundary.
+  it can be a hit. So in a new prompt, one lookup rules out as many tokens as the window has.
 - After many misses of scarce kinds, a few lookups of the FULL groups lower the boundary. In a tier that answers ranges,
   and without tails, the first chunk of the first FULL group after the engine's own prefix is looked up before all
   others: without it there is no hit.

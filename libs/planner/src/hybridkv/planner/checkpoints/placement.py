@@ -122,7 +122,7 @@ def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) 
 
     Args:
         guesses: (boundary, expected number of requests that diverge there), ascending, all above `base`.
-        base: boundary that has a state already.
+        base: boundary from which the savings are counted.
     """
     rates_before = [0.0, *accumulate(rate for _, rate in guesses)]
     chosen: list[int] = []  # indices in `guesses`

@@ -1,13 +1,13 @@
 """Ledger of keys: states (reserved, committed, deleted), pins, links between keys, eviction.
 
-A key extends at most one other key: the key of a chunk before it in the same prefix. The ledger evicts only leaves:
-keys that no other key extends. Suppose that key B extends key A. If B is gone and no other key extends A, A is evicted
-next. Exception: if A was used in a later call than B, A becomes the most recently used key.
+A key extends at most one other key: the key of a chunk before it in the same prefix. To make room, the ledger evicts
+only leaves: keys that no other key extends. Suppose that key B extends key A. If B is gone and no other key extends A,
+A is evicted next. Exception: if A was used in a later call than B, A becomes the most recently used key.
 
 The only implementation of these rules in Python. Has no files and no addresses: a `Space` assigns places, an
 `EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for most steps. The cost of a
-call does not depend on the number of keys. Exceptions: `eviction_order`, and refusals with NO_ROOM. An index of a tier
-derives from the ledger or owns one.
+call does not depend on the number of keys. Exceptions: `eviction_order`, refusals with NO_ROOM, and a call that links a
+key to the keys before it. An index of a tier derives from the ledger or owns one.
 """
 
 from __future__ import annotations

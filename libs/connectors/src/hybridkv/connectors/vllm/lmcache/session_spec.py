@@ -1,4 +1,4 @@
-"""Parameters of the session at a server that both halves of the connector must share."""
+"""Parameters of the session at a server. Both halves of the connector must use the same ones."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class SessionSpec:
 
     @property
     def payload_bytes(self) -> tuple[int, ...]:
-        """Page size of each group, in bytes."""
+        """Payload of one page of each group, in bytes."""
         return tuple(group.payload_bytes for group in self.groups)
 
     def with_payload_bytes(self, payload_bytes: tuple[int, ...]) -> SessionSpec:
-        """Copy with these page sizes. Both halves must use the same page sizes, because the name of the cache contains
+        """Copy with these payload sizes. Both halves must use the same sizes, because the name of the cache contains
         them."""
         groups = tuple(PageGroup(group.spec, size) for group, size in zip(self.groups, payload_bytes, strict=True))
         return replace(self, groups=groups)

@@ -1,5 +1,5 @@
-"""Scan of segment files at a start: reads the header of each file, and finds records that neither the snapshot nor the
-changes list.
+"""Scan of segment files at a start: reads the header of each file, and finds records that are neither in the snapshot
+nor in the change log.
 
 Changes nothing on disk.
 """
@@ -68,7 +68,7 @@ class FoundSegment(NamedTuple):
 
 
 class FoundHeader(NamedTuple):
-    """Header and seal of one rank's file of a segment."""
+    """Header of one rank's file of a segment, and the end of its last record."""
 
     epoch: int
     segment_bytes: int
@@ -87,7 +87,7 @@ Row: TypeAlias = Sequence[FoundHeader | NoHeader]
 
 
 class SortedSegments(NamedTuple):
-    """Segments and segment numbers, sorted by usefulness."""
+    """Good segments, and the numbers of useless and unavailable ones."""
 
     good: list[FoundSegment]
     useless: list[int]
@@ -153,7 +153,7 @@ def next_free_number(rows: dict[int, Row], epoch: int) -> int:
 
 
 def sort_out(rows: dict[int, Row], epoch: int) -> SortedSegments:
-    """Sort segments by usefulness. A good segment has a header of this epoch on every rank."""
+    """Divide segments into good, useless and unavailable ones. A good one has a header of this epoch on every rank."""
     found = SortedSegments([], [], [])
     for number, row in rows.items():
         whole = [header for header in row if isinstance(header, FoundHeader) and header.epoch == epoch]

@@ -11,8 +11,9 @@ There are three kinds:
   block: it caches the state, and hands it over when the request's next prefill chunk reaches the end of the block. This
   module recognizes such a state because that chunk goes on beyond the end of the block.
 - States of dropped steps. A session (see `compat.is_session`) continues after an answer from the state in its blocks.
-  With asynchronous scheduling, a stop token may end the answer while the next step is in flight. vLLM drops the output
-  of that step and its token, but the step has advanced the state. vLLM computes the token's attention content again.
+  With asynchronous scheduling, a stop token may end the answer while the next step is in flight. That step has the stop
+  token as its input, and adds it to the state. vLLM drops this token and the output of the step. It computes the
+  attention content at this position again, but not the state.
   With a drafter, the state may also lie in another block. This module compares the token at which a session continues
   with the token at which its last step ended. With a drafter, this token is unknown, and the state counts as wrong.
 
@@ -20,7 +21,8 @@ A request that continues from a corrupt block computes wrong content. The engine
 hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
 Misfiled states are also evicted from the engine's own cache.
 
-This module repairs nothing else in the engine, and reads no bytes. A block in doubt counts as corrupt.
+This module repairs nothing else in the engine, and reads no bytes. A block that may be corrupt in one of these ways
+counts as corrupt.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ DROPPED_STEP = "dropped_step"
 
 
 def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
-    """Groups with blocks that the engine may copy only in part: groups with a page larger than the smallest page. None
-    in an engine that copies whole blocks, or with the pages of a block side by side."""
+    """Groups with blocks that the engine may copy only in part: groups with a page larger than the smallest page.
+    Empty if the engine copies whole blocks, or if the pages of a block lie side by side."""
     smallest = min((layer.page_bytes for layers in layout.layers for layer in layers), default=0)
     larger = frozenset(
         index for index, layers in enumerate(layout.layers) if any(layer.page_bytes > smallest for layer in layers)

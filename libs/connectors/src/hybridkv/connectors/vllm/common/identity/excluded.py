@@ -225,7 +225,7 @@ EXCLUDED_FIELDS: Mapping[str, str] = {
     "ECTransferConfig.ec_ip": _NETWORK,
     "ECTransferConfig.ec_port": _NETWORK,
 }
-"""Fields of the newest vLLM that the tests run, each with its reason."""
+"""Fields of the newest vLLM that the tests run with engines, each with its reason."""
 
 EXCLUDED_FIELDS_OF_OTHER_VERSIONS: Mapping[str, str] = {
     "ModelConfig.enable_return_routed_experts": _SERVING,
