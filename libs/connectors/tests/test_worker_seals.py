@@ -246,6 +246,19 @@ def test_every_setting_compares_the_key_of_the_slot(verify_ram: VerifyRam) -> No
 
 
 @pytest.mark.parametrize("verify_ram", SETTINGS)
+def test_a_failed_load_vouches_for_its_other_chunks_only_if_it_read_all(verify_ram: VerifyRam) -> None:
+    rig = Rig(verify_ram=verify_ram)
+    copies = rig.store(*SLOTS)
+    rig.arena.discard(copies[1].slot)
+    rig.worker.start_loads(StepPlan(loads=(Load("r", CopyTable.of(copies)),)))
+    assert "r" in rig.worker.results().failed
+    outcome = rig.worker.outcome()
+    assert outcome is not None
+    named = [failure.key for failure in outcome.load_failures["r"]]
+    assert named == [copies[1].key] + ([] if verify_ram == "always" else [None])
+
+
+@pytest.mark.parametrize("verify_ram", SETTINGS)
 @pytest.mark.parametrize("reused_offset", [4096, 16384, 20480, 28672])
 def test_no_setting_loads_a_slot_that_was_reused_in_part(verify_ram: VerifyRam, reused_offset: int) -> None:
     """Another chunk takes memory of one of three extents, and the first extent keeps its bytes."""

@@ -212,7 +212,11 @@ class OffloadWorker(RankWorker):
             return job.failures[0].detail
         # Chunks that are copied from the engine's blocks have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
-        return self._record_failures(job, chunks, self._ram_checks.check_all(chunks))
+        failure = self._record_failures(job, chunks, self._ram_checks.check_all(chunks))
+        if failure is not None and not self._ram_checks.reads_all:
+            # Without a key: the other chunks of this load are suspect too, also on ranks that found no failure.
+            job.failures.append(LoadFailure(job.failures[0].reason, "`verify_ram` left out chunks of this load"))
+        return failure
 
     def _discard_slots(self, store: Store, _: CopyJob) -> str | None:
         for chunk in store.copies.chunks():
