@@ -53,6 +53,28 @@ def test_a_chunk_cascaded_again_while_in_flight_stays_pinned_once() -> None:
     assert setup.primary.used_bytes == 0, "nothing has it pinned"
 
 
+def test_a_chunk_added_again_while_in_flight_is_queued_once() -> None:
+    setup = Stack()
+    store_path(setup, A, B)
+    first, second = setup.moves(Direction.CASCADE)
+    setup.end([first], IO)  # so B is withdrawn in the secondary tier
+    setup.stack.cascade(A)
+    setup.stack.cascade(B, (A,))
+    again = setup.moves(Direction.CASCADE)
+    setup.end([second], BUSY)
+    queue = setup.stack._tiers[0].queue
+    assert queue is not None
+    assert len(queue._queue) + len(queue._retries) == queue.num_waiting == 1
+    setup.clock.now_s += 1
+    setup.stack.tick()
+    setup.end(again)
+    sent = [move for _ in range(3) for move in setup.moves(Direction.CASCADE)]
+    assert [move.key for move in sent] == [B]
+    setup.end(sent)
+    assert held(setup.secondary, A, B) == [A, B]
+    assert setup.stack.num_waiting("disk") == 0
+
+
 @pytest.mark.parametrize("lands_first", [True, False])
 def test_chunks_in_flight_after_a_failed_one_carry_no_later_chunks(lands_first: bool) -> None:
     setup = Stack(max_cascading=3)

@@ -421,6 +421,32 @@ def test_a_full_primary_tier_is_tried_once_per_step() -> None:
     assert bring(setup) == keys
 
 
+def test_a_displaced_prefix_that_is_requested_again_counts_again() -> None:
+    setup = Stack(primary_chunks=40, secondary_chunks=40)
+    first, second = prefix(2, "first"), prefix(2, "second")
+    setup.put_secondary(*first, *second)
+    moves = []
+    for keys in (first, second, first):
+        setup.stack.prefetch(keys, 2 * CHUNK)
+        moves += setup.moves(Direction.PROMOTE)
+    setup.end(moves)
+    bring(setup)
+    assert in_primary(setup, first) == first and in_primary(setup, second) == []
+
+
+def test_a_displaced_prefix_stays_displaced_if_its_second_limit_is_smaller() -> None:
+    setup = Stack(primary_chunks=40, secondary_chunks=40)
+    first, second = prefix(2, "first"), prefix(2, "second")
+    setup.put_secondary(*first, *second)
+    moves = []
+    for keys, most_bytes in ((first, 2 * CHUNK), (second, 2 * CHUNK), (first, CHUNK)):
+        setup.stack.prefetch(keys, most_bytes)
+        moves += setup.moves(Direction.PROMOTE)
+    setup.end(moves)
+    bring(setup)
+    assert in_primary(setup, [*first, *second]) == first[:1]
+
+
 def test_a_displaced_prefetch_leaves_even_if_it_ends_later() -> None:
     setup = Stack(primary_chunks=12, secondary_chunks=40)
     old, new, own = prefix(4, "old"), prefix(4, "new"), prefix(4, "own")

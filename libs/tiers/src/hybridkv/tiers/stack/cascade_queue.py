@@ -286,8 +286,11 @@ class CascadeQueue:
             self.since_s = self._awake_since_s = now_s
             self._on_arrived(chunk)
         elif failure.reason is FailureReason.BUSY and not (chunk.is_timed_out or chunk.is_forgotten):
-            heapq.heappush(self._retries, (chunk.number, chunk))
-            self._keys.add(key)
+            if key in self._keys:  # invalidated while in flight, and added again: sent at its new place
+                self._on_lost(chunk)
+            else:
+                heapq.heappush(self._retries, (chunk.number, chunk))
+                self._keys.add(key)
             return True
         else:
             self._on_lost(chunk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -115,13 +115,33 @@ class Prefetches:
         self._prefixes.append(prefix)
         # The missing chunks must not evict the chunks that are in the primary tier already.
         self._primary.touch(reversed(keys))
-        self._displaced.difference_update(keys)
         # Unused chunks of this prefix become the newest, its first chunk last. So its last chunk is replaced first.
         for key in reversed(keys) if self._unused else ():
             if self._primary.lookup(key) is _MISS:
                 self._remove_unused(key)
             elif key in self._unused:
                 self._unused[key] = (prefix, self._unused[key][1])
+                self._unused.move_to_end(key)
+        if self._displaced:
+            self._keep_displaced(prefix)
+
+    def _keep_displaced(self, prefix: _PrefixPrefetch) -> None:
+        """Count the displaced chunks of a new prefix as unused again, as far as the limits permit."""
+        for key in prefix.keys:
+            if key not in self._displaced:
+                continue
+            num_bytes = self._moving[key][1]
+            if not self._make_room(prefix, num_bytes):
+                break
+            self._displaced.remove(key)
+            self._unused[key] = (prefix, num_bytes)
+            self._unused_cost += self._primary.cost(num_bytes)
+        self._make_newest(reversed(prefix.keys))
+
+    def _make_newest(self, keys: Iterable[Key]) -> None:
+        """Make unused chunks the newest, the last of the keys newest."""
+        for key in keys:
+            if key in self._unused:
                 self._unused.move_to_end(key)
 
     def pass_time(self, now_s: float) -> None:
@@ -282,9 +302,7 @@ class Prefetches:
             # The last chunk of the prefix must be evicted first, for any order of arrival.
             keys_from_end = list(reversed(prefix.keys[: prefix.next_index]))
             self._touch(keys_from_end)
-            for key in keys_from_end:
-                if key in self._unused:
-                    self._unused.move_to_end(key)
+            self._make_newest(keys_from_end)
         # Free the lists: unused chunks still refer to the prefix.
         prefix.keys, prefix.pending = (), []
 
