@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import OPEN_AGAIN_S, CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import Direction, TierMove
@@ -41,4 +41,24 @@ def test_moves_fail_while_the_secondary_tier_is_unreachable() -> None:
     worker.results()
     outcome = worker.outcome()
     assert outcome is not None and outcome.moves[2].failure is None
+    worker.close()
+
+
+def test_a_tier_that_cannot_be_opened_at_the_start_is_tried_again_without_moves() -> None:
+    engine, now_s, namespaces = InlineCopyEngine(), 0.0, list[bytes]()
+    paths = CopyPaths(engine, engine, 30.0, lambda: now_s)
+    worker = OffloadWorker(cast(Any, None), RamArena(1 << 16), paths, ConnectorMetrics())
+
+    def open_medium(namespace: bytes) -> ReferenceMedium:
+        namespaces.append(namespace)
+        if len(namespaces) < 3:
+            raise OSError("address already in use")
+        return ReferenceMedium()
+
+    worker.bind_secondary_tiers({"peer": open_medium}, frozenset({"peer"}))
+    worker.start_loads(StepPlan(namespace=b"n"))
+    for _ in range(30):
+        now_s += OPEN_AGAIN_S / 10
+        worker.start_loads(StepPlan())
+    assert namespaces == [b"n"] * 3
     worker.close()

@@ -39,6 +39,10 @@ DRAIN_S = 10.0
 """Longest wait of `close` for moves to secondary tiers."""
 
 
+OPEN_AGAIN_S = 10.0
+"""Time between two attempts to open a medium that should be open from the start."""
+
+
 IDLE_WAIT_S = 0.002
 """Longest wait for loads in a step without a forward pass. vLLM's engine process pauses about as long between such
 steps. An engine inside the caller's process does not pause: without this wait, its thread would hold the interpreter
@@ -72,6 +76,8 @@ class OffloadWorker(RankWorker):
         self._mover = TierMover(arena, {}, paths.clock)
         self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
         self._opened_at_start: frozenset[str] = frozenset()
+        self._namespace = b""
+        self._open_again_s = 0.0
         self._pages: dict[int, GroupPages] = {}
         self._cut_blocks: dict[int, GroupBlocks] = {}
         """Groups with chunks that end inside a block."""
@@ -85,8 +91,8 @@ class OffloadWorker(RankWorker):
     ) -> None:
         """Sets the functions that open the media of secondary tiers, by tier name. Each takes the namespace.
 
-        Tiers in `opened_at_start` are opened with the first plan that carries the namespace, others at their first
-        move.
+        Tiers in `opened_at_start` are opened with the first plan that carries the namespace, and tried again every
+        `OPEN_AGAIN_S`. Others are opened at their first move.
         """
         self._open_medium = open_medium
         self._opened_at_start = opened_at_start
@@ -138,9 +144,12 @@ class OffloadWorker(RankWorker):
     def start_moves(self, plan: StepPlan) -> None:
         """Opens the media of the plan's moves, and submits the moves. Moves of a medium that cannot be opened fail."""
         moves = plan.moves
-        if plan.namespace:
-            for tier in self._opened_at_start - {move.tier for move in moves} - self._mover.media.keys():
-                self._open_tier(tier, plan.namespace)
+        self._namespace = plan.namespace or self._namespace
+        unopened = self._opened_at_start - self._mover.media.keys()
+        if unopened and self._namespace and self._paths.clock() >= self._open_again_s:
+            self._open_again_s = self._paths.clock() + OPEN_AGAIN_S
+            for tier in unopened - {move.tier for move in moves}:
+                self._open_tier(tier, self._namespace)
         for tier in {move.tier for move in moves} - self._mover.media.keys():
             failure = self._open_tier(tier, plan.namespace)
             if failure is not None:
