@@ -8,6 +8,7 @@ from pathlib import Path
 import disk_store
 import msgspec
 import pytest
+from test_disk_bursts import HeldJanitor
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, Ticket
@@ -112,6 +113,41 @@ def test_a_withdrawn_key_can_be_stored_again(tmp_path: Path) -> None:
     assert disk_store.store(index, media, b"a", b"anew")
     end(index, media, is_killed=True)
     assert offered(tmp_path / "store") == {b"a": b"anew"}
+
+
+def test_a_chunk_stored_after_a_withdrawal_during_the_creation_of_its_segment_is_found(tmp_path: Path) -> None:
+    path, clock, janitor = tmp_path / "store", disk_store.Clock(), HeldJanitor()
+    options = disk_store.options_for(6 * 12288, num_spare=5, close_timeout_s=0.0)
+    index = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor, None, clock)
+    medium = disk_store.make_medium(path, options)
+
+    def settle() -> None:
+        for _ in range(4):
+            index.take_disk_counts()
+            janitor.run()
+            clock.now_s += 6.0
+
+    settle()
+    assert disk_store.store(index, medium, b"other", bytes(5000))
+    assert isinstance(index.reserve(b"key", 5000), Slot)
+    settle()
+    for file in (path / index.namespace.hex() / "rank-0").iterdir():
+        file.unlink()
+    index.invalidate(b"other", "missing")
+    segments = index._segments
+    while segments.creating is None or segments.open is not None or segments.ready:
+        if janitor.tasks:
+            janitor.tasks.pop(0)()
+        index.take_disk_counts()
+    index.abort(b"key")
+    settle()
+    assert disk_store.store(index, medium, b"key", bytes(5000))
+    settle()
+    medium.close()
+    index.close()
+    reopened = disk_store.make_index(path, options)
+    assert reopened.lookup(b"key") is LookupResult.HIT
+    reopened.close()
 
 
 def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:

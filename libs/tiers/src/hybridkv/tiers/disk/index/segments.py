@@ -131,6 +131,8 @@ class SegmentTable:
         self.next_number = next_number
         self.open: Segment | None = None
         self.ready: deque[Segment] = deque()
+        self.creating: int | None = None
+        """Number of the segment that is being created. Below `next_number`."""
         self.allocated_bytes = 0
         """Size of all segments on all ranks, including segments that are created or deleted now."""
         self.num_deleting = 0
@@ -203,7 +205,9 @@ class SegmentTable:
         """Above the address of every record. The next record gets this address or a higher one."""
         if self.open is not None:
             return address_of(self.open.number, self.open.end_offset)
-        return address_of(self.ready[0].number if self.ready else self.next_number, 0)
+        if self.ready:
+            return address_of(self.ready[0].number, 0)
+        return address_of(self.next_number if self.creating is None else self.creating, 0)
 
     def has_room(self, cost: int, may_take_last: bool) -> bool:
         """True if a record of `cost` bytes can be appended now.

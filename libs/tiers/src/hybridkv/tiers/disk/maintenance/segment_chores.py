@@ -79,10 +79,12 @@ class SegmentMaker(ChoreKind[Create, None]):
 
     def started(self, chore: Create) -> None:
         self._state.segments.take_number()
+        self._state.segments.creating = chore.number
         self._state.segments.allocated_bytes += self._bytes_on_all_ranks
 
     def apply(self, chore: Create, ending: Ending[None]) -> None:
         state, segments = self._state, self._state.segments
+        segments.creating = None
         if ending.error is not None:
             segments.allocated_bytes -= self._bytes_on_all_ranks
             self._is_full = getattr(ending.error, "errno", None) in _FULL
