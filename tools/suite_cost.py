@@ -25,7 +25,7 @@ LONG_S: Final = 60
 
 REASONS: Final = {
     "//libs/connectors:connectors_test": "about 2,500 tests, many of them with vLLM's scheduler",
-    "//libs/tiers:tiers_test": "about 2,600 tests of tiers, with files and sockets",
+    "//libs/tiers:tiers_test": "about 2,700 tests of tiers, with files and sockets",
     "//tests/e2e:offload_test": "three models; each set of options needs an engine of its own",
     "//tests/e2e:restart_test": "a kill or a restart ends the engine's process",
     "//tests/e2e:server_test": "installs the wheels in a new environment, and starts vLLM's server",

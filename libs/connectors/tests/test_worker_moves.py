@@ -45,20 +45,20 @@ def test_moves_fail_while_the_secondary_tier_is_unreachable() -> None:
 
 
 def test_a_tier_that_cannot_be_opened_at_the_start_is_tried_again_without_moves() -> None:
-    engine, now_s, namespaces = InlineCopyEngine(), 0.0, list[bytes]()
+    engine, now_s, attempts = InlineCopyEngine(), 0.0, list[tuple[bytes, float]]()
     paths = CopyPaths(engine, engine, 30.0, lambda: now_s)
     worker = OffloadWorker(cast(Any, None), RamArena(1 << 16), paths, ConnectorMetrics())
 
     def open_medium(namespace: bytes) -> ReferenceMedium:
-        namespaces.append(namespace)
-        if len(namespaces) < 3:
+        attempts.append((namespace, now_s))
+        if len(attempts) < 4:
             raise OSError("address already in use")
         return ReferenceMedium()
 
     worker.bind_secondary_tiers({"peer": open_medium}, frozenset({"peer"}))
     worker.start_loads(StepPlan(namespace=b"n"))
-    for _ in range(30):
-        now_s += OPEN_AGAIN_S / 10
+    for _ in range(100):
+        now_s += OPEN_AGAIN_S / 5
         worker.start_loads(StepPlan())
-    assert namespaces == [b"n"] * 3
+    assert attempts == [(b"n", pauses * OPEN_AGAIN_S) for pauses in (0, 1, 3, 7)]
     worker.close()

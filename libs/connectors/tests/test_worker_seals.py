@@ -6,6 +6,7 @@ The second read of the slot is the reference. Both must seal the same.
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from hybridkv.connectors.vllm.common.copies.ram_checks import (
 )
 from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
+from hybridkv.connectors.vllm.offload import worker as worker_module
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.contract import Completion
@@ -256,6 +258,19 @@ def test_a_failed_load_vouches_for_its_other_chunks_only_if_it_read_all(verify_r
     assert outcome is not None
     named = [failure.key for failure in outcome.load_failures["r"]]
     assert named == [copies[1].key] + ([] if verify_ram == "always" else [None])
+
+
+@pytest.mark.parametrize(("configured", "num_ranks"), [("always", 2), (None, 1), (None, 2)])
+def test_a_gpu_rank_does_not_know_what_other_ranks_chose(
+    configured: VerifyRam | None, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(verify_ram=configured)
+    memory = SimpleNamespace(pages={}, cut={}, zeros=None, register=lambda engines: None)
+    monkeypatch.setattr(worker_module, "take_kv_memory", lambda *_, **__: memory)
+    monkeypatch.setattr(worker_module, "prove_copies_at_start", lambda *_: rates(loads_gb=1, checksums_gb=1000))
+    rig.worker._layout = cast(Any, SimpleNamespace(world_size=num_ranks))
+    rig.worker.register({}, 0)
+    assert rig.worker._all_ranks_read_all is (configured == "always" or num_ranks == 1)
 
 
 @pytest.mark.parametrize("verify_ram", SETTINGS)

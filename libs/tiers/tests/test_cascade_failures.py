@@ -75,6 +75,21 @@ def test_a_chunk_added_again_while_in_flight_is_queued_once() -> None:
     assert setup.stack.num_waiting("disk") == 0
 
 
+def test_a_withdrawn_chunk_in_flight_is_not_retried_before_its_prefix() -> None:
+    setup = Stack()
+    store_path(setup, A, B)
+    first, second = setup.moves(Direction.CASCADE)
+    setup.end([first], IO)
+    setup.end([second], BUSY)
+    setup.stack.cascade(A)
+    setup.stack.cascade(B, (A,))
+    setup.clock.now_s += 1
+    setup.stack.tick()
+    while moves := setup.moves(Direction.CASCADE):
+        setup.end(moves)
+    assert held(setup.secondary, A, B) == [A, B]
+
+
 @pytest.mark.parametrize("lands_first", [True, False])
 def test_chunks_in_flight_after_a_failed_one_carry_no_later_chunks(lands_first: bool) -> None:
     setup = Stack(max_cascading=3)

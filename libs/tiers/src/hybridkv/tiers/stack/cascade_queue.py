@@ -326,6 +326,7 @@ class CascadeQueue:
         for each in sorted(later, key=lambda each: each.number):
             if not lost.isdisjoint(each.extends[-1:]):
                 lost.add(each.key)
+                each.is_forgotten = True
                 self._arrived.pop(each.key, None)
                 self._secondary.invalidate(each.key)
 

@@ -128,7 +128,7 @@ class Prefetches:
     def _keep_displaced(self, prefix: _PrefixPrefetch) -> None:
         """Count the displaced chunks of a new prefix as unused again, as far as the limits permit."""
         for key in prefix.keys:
-            if key not in self._displaced:
+            if key not in self._displaced or self._primary.lookup(key) is _MISS:
                 continue
             num_bytes = self._moving[key][1]
             if not self._make_room(prefix, num_bytes):
@@ -170,6 +170,9 @@ class Prefetches:
         key = prefix.keys[prefix.next_index]
         answer = self._primary.lookup(key)
         if answer is not _MISS:
+            if key in self._displaced:  # `_keep_displaced` found no room
+                prefix.failure = PrefetchResult.NO_ROOM
+                return False
             if answer is _PENDING:
                 prefix.pending.append(key)
             return True
@@ -218,11 +221,10 @@ class Prefetches:
             if owner is prefix and is_present:
                 return False
             self._remove_unused(key)
-            if is_present:
-                self._bytes[PrefetchBytes.DISPLACED] += num_bytes
             if key in self._moving:
                 self._displaced.add(key)
             else:
+                self._bytes[PrefetchBytes.DISPLACED] += num_bytes if is_present else 0
                 self._primary.invalidate(key)
         return True
 
@@ -243,6 +245,7 @@ class Prefetches:
         self._used_early.discard(key)
         if key in self._displaced:
             self._displaced.remove(key)
+            self._bytes[PrefetchBytes.DISPLACED] += num_bytes if is_present else 0
             self._primary.invalidate(key)
         self._end_if_over(prefix)
 

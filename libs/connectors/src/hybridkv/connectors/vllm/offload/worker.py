@@ -40,7 +40,9 @@ DRAIN_S = 10.0
 
 
 OPEN_AGAIN_S = 10.0
-"""Time between two attempts to open a medium that should be open from the start."""
+"""First pause between two attempts to open a medium that should be open from the start. Each pause is twice as long as
+the one before, up to `LONGEST_PAUSE_S`, because an attempt may take a tenth of a second of a step."""
+LONGEST_PAUSE_S = 300.0
 
 
 IDLE_WAIT_S = 0.002
@@ -73,11 +75,15 @@ class OffloadWorker(RankWorker):
         self._arena = arena
         self._verify_ram = verify_ram
         self._ram_checks = RamChecks(arena, verify_ram or "always")
+        self._all_ranks_read_all = self._verify_ram in ("always", None)
+        """Whether each rank reads every chunk of a load. On GPUs, ranks may choose different values of `verify_ram`."""
         self._mover = TierMover(arena, {}, paths.clock)
         self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
         self._opened_at_start: frozenset[str] = frozenset()
         self._namespace = b""
         self._open_again_s = 0.0
+        """Time before which tiers in `_opened_at_start` are not tried again."""
+        self._open_pause_s = OPEN_AGAIN_S
         self._pages: dict[int, GroupPages] = {}
         self._cut_blocks: dict[int, GroupBlocks] = {}
         """Groups with chunks that end inside a block."""
@@ -91,8 +97,8 @@ class OffloadWorker(RankWorker):
     ) -> None:
         """Sets the functions that open the media of secondary tiers, by tier name. Each takes the namespace.
 
-        Tiers in `opened_at_start` are opened with the first plan that carries the namespace, and tried again every
-        `OPEN_AGAIN_S`. Others are opened at their first move.
+        Tiers in `opened_at_start` are opened with the first plan that carries the namespace. If that fails, later steps
+        try again, after `OPEN_AGAIN_S` and then after longer pauses. Others are opened at their first move.
         """
         self._open_medium = open_medium
         self._opened_at_start = opened_at_start
@@ -124,6 +130,8 @@ class OffloadWorker(RankWorker):
         is_overlapped = not isinstance(self._paths.loads, InlineCopyEngine)
         chosen = choose_verify_ram(self._verify_ram, rates, is_overlapped=is_overlapped)
         self._ram_checks = RamChecks(self._arena, chosen)
+        is_same_on_all = self._verify_ram is not None or rates is None or self._layout.world_size == 1
+        self._all_ranks_read_all = chosen == "always" and is_same_on_all
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads and its moves between tiers. Fails refused loads at once."""
@@ -142,16 +150,18 @@ class OffloadWorker(RankWorker):
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
-        """Opens the media of the plan's moves, and submits the moves. Moves of a medium that cannot be opened fail."""
+        """Opens the media of the plan's moves, and media that should be open from the start. Submits the moves. Fails the
+        moves of a medium that cannot be opened."""
         moves = plan.moves
         self._namespace = plan.namespace or self._namespace
         unopened = self._opened_at_start - self._mover.media.keys()
         if unopened and self._namespace and self._paths.clock() >= self._open_again_s:
-            self._open_again_s = self._paths.clock() + OPEN_AGAIN_S
+            self._open_again_s = self._paths.clock() + self._open_pause_s
+            self._open_pause_s = min(2 * self._open_pause_s, LONGEST_PAUSE_S)
             for tier in unopened - {move.tier for move in moves}:
                 self._open_tier(tier, self._namespace)
         for tier in {move.tier for move in moves} - self._mover.media.keys():
-            failure = self._open_tier(tier, plan.namespace)
+            failure = self._open_tier(tier, self._namespace)
             if failure is not None:
                 failed = [move for move in moves if move.tier == tier]
                 self._outcomes.moved({move.move_id: MoveOutcome(1, failure) for move in failed})
@@ -160,7 +170,7 @@ class OffloadWorker(RankWorker):
             self._mover.start(moves)
 
     def _open_tier(self, tier: str, namespace: bytes) -> Failure | None:
-        """Opens this rank's medium of a secondary tier. Returns the failure, if any; the next move tries again."""
+        """Opens this rank's medium of a secondary tier. Returns the failure, if any."""
         try:
             self._mover.media[tier] = self._open_medium[tier](namespace)
         except Exception as error:  # such as no threads, memory or descriptors: the engine goes on without the tier
@@ -222,9 +232,9 @@ class OffloadWorker(RankWorker):
         # Chunks that are copied from the engine's blocks have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
         failure = self._record_failures(job, chunks, self._ram_checks.check_all(chunks))
-        if failure is not None and not self._ram_checks.reads_all:
+        if failure is not None and not self._all_ranks_read_all:
             # Without a key: the other chunks of this load are suspect too, also on ranks that found no failure.
-            job.failures.append(LoadFailure(job.failures[0].reason, "`verify_ram` left out chunks of this load"))
+            job.failures.append(LoadFailure(job.failures[0].reason, "`verify_ram` does not read every chunk"))
         return failure
 
     def _discard_slots(self, store: Store, _: CopyJob) -> str | None:
@@ -261,6 +271,7 @@ class OffloadWorker(RankWorker):
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Finishes running copies, fails queued copies, waits up to `drain_s` for moves, then releases the arena."""
         self._copies.close()
+        self._opened_at_start = frozenset()
         if not self._mover.close(drain_s):
             message = (
                 "moves to a secondary tier are still in flight after %.0f s; the next start finds the complete chunks"

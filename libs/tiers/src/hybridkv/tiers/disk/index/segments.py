@@ -132,7 +132,7 @@ class SegmentTable:
         self.open: Segment | None = None
         self.ready: deque[Segment] = deque()
         self.creating: int | None = None
-        """Number of the segment that is being created. Below `next_number`."""
+        """Number of the segment that is being created; None if there is none."""
         self.allocated_bytes = 0
         """Size of all segments on all ranks, including segments that are created or deleted now."""
         self.num_deleting = 0

@@ -50,11 +50,6 @@ class RamChecks:
             failures[number] = failure
         return failures
 
-    @property
-    def reads_all(self) -> bool:
-        """Whether a load reads each of its chunks."""
-        return self._verify_ram == "always"
-
     def _must_read(self, key: Key, slot: Slot, load_number: int) -> bool:
         if not self._arena.is_sealed(key, slot):  # another key, other extents or no seal: `check_all` returns the cause
             return True

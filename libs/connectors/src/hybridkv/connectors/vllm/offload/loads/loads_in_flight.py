@@ -269,8 +269,8 @@ class LoadsInFlight:
             has_read = any(failure.reason not in _NOTHING_READ for failure in in_flight.failures)
             return in_flight.keys if has_read else ()
         doubted = culprits | set(self._prefix_keys(in_flight))
-        # A failure without a chunk: the rank has not verified all other chunks. Chunks copied from the engine's blocks
-        # are not verified.
+        # A rank that sends a failure without a chunk has not verified all other chunks. Chunks copied from the engine's
+        # blocks are not verified.
         if not in_flight.local_bytes and all(failure.key is not None for failure in in_flight.failures):
             doubted -= set(in_flight.keys) - culprits
         else:
