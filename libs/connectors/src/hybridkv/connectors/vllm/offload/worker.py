@@ -150,8 +150,8 @@ class OffloadWorker(RankWorker):
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
-        """Opens the media of the plan's moves, and media that should be open from the start. Submits the moves. Fails the
-        moves of a medium that cannot be opened."""
+        """Opens the media of the plan's moves, and media that should be open from the start. Then submits the
+        moves; moves of a medium that cannot be opened fail."""
         moves = plan.moves
         self._namespace = plan.namespace or self._namespace
         unopened = self._opened_at_start - self._mover.media.keys()
