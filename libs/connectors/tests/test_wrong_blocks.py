@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
@@ -341,3 +344,104 @@ def test_a_producer_hands_over_no_state_with_a_dropped_token(computed_tokens: in
     request.append_output_token_ids([7, 8, 9])
     request.num_computed_tokens, request.status = computed_tokens, RequestStatus.FINISHED_STOPPED
     assert producer.finish(request, bench.tables["session"], NixlStepPlan(), b"")[0] is is_handed_over
+
+
+HASHED = 4
+"""Tokens of a hash of the engine. The blocks have 16."""
+
+
+def own_hash(value: Any) -> bytes:
+    return repr(value).encode()
+
+
+class PriorityBench(Bench):
+    """Engine with priority scheduling and a real pool, in which requests have all their blocks cached by hash."""
+
+    def __init__(self, *, max_tokens: int = 64) -> None:
+        super().__init__(is_partial=False)
+        self.wrong.suspects = SuspectGroups(max_uncomputed_tokens=max_tokens)
+        self.real_pool = BlockPool(64, enable_caching=True, hash_block_size=HASHED)
+        self.wrong.bind(self.real_pool)
+        init_none_hash(own_hash)
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, *, first_token: int = 0, num_tokens: int = 96) -> list[list[KVCacheBlock]]:
+        """Adds a request, and caches its blocks of both groups, as if all its tokens were scheduled."""
+        tokens = list(range(first_token, first_token + num_tokens))
+        hasher = get_request_block_hasher(HASHED, own_hash)
+        self.requests[name] = request = Request(name, tokens, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+        self.wrong.track(request)
+        groups = []
+        for group in (STATES, ATTENTION):
+            groups.append(self.real_pool.get_new_blocks(num_tokens // BLOCK))
+            self.real_pool.cache_full_blocks(request, groups[-1], 0, len(groups[-1]), BLOCK, group)
+        return groups
+
+
+def num_cached(groups: Sequence[Sequence[KVCacheBlock]]) -> list[int]:
+    return [sum(block.block_hash is not None for block in blocks) for blocks in groups]
+
+
+def test_blocks_of_a_preempted_request_beyond_its_last_step_are_evicted() -> None:
+    """In each group, also the block in which the step ended, and those of another request with the same tokens."""
+    bench = PriorityBench()
+    one, two, same, other = (
+        bench.add(name, first_token=at) for name, at in (("one", 0), ("two", 200), ("same", 0), ("other", 400))
+    )
+    bench.step({"one": (0, ([], [])), "two": (0, ([], []))}, chunks={"one": (0, 40), "two": (0, 32)})
+    bench.step(gone=["one", "two"])
+    assert [num_cached(each) for each in (one, two, same, other)] == [[2, 2], [2, 2], [2, 2], [6, 6]]
+    bench.step(gone=["other"])
+    assert num_cached(other) == [2, 2], "no step is known, and a step has 64 tokens"
+    assert [block.block_hash is not None for block in other[0]] == [False] * 4 + [True] * 2
+
+
+def test_an_entry_inside_a_block_is_evicted_too() -> None:
+    bench = PriorityBench()
+    bench.add("one", num_tokens=HASHED * 7)
+    (block,) = bench.real_pool.get_new_blocks(1)
+    bench.real_pool.cache_partial_block(bench.requests["one"], block, HASHED * 6, ATTENTION, BLOCK)
+    bench.step({"one": (0, ([], []))}, chunks={"one": (0, HASHED * 6)})
+    bench.step(gone=["unknown"])
+    assert block.block_hash is not None
+    bench.step(running={"one": ([], [])}, chunks={"one": (HASHED * 4, HASHED * 5)})
+    bench.step(gone=["one"])
+    assert block.block_hash is None
+
+
+def test_drafts_do_not_move_the_end_of_a_step() -> None:
+    bench = PriorityBench()
+    blocks = bench.add("one")
+    bench.step({"one": (0, ([], []))}, chunks={"one": (44, 48)}, drafts={"one": (7, 7)})
+    bench.step(gone=["one"])
+    assert num_cached(blocks) == [2, 2]
+
+
+@pytest.mark.parametrize("case", ["other_policy", "resumed", "ended", "id_in_use_again"])
+def test_other_preemptions_evict_nothing(case: str) -> None:
+    """A reset of the engine's cache preempts requests between two steps. They may resume in the next one."""
+    bench = PriorityBench(max_tokens=0 if case == "other_policy" else 64)
+    blocks = bench.add("one")
+    bench.step({"one": (0, ([], []))}, chunks={"one": (0, 40)})
+    if case == "resumed":
+        bench.step({"one": (0, ([], []))}, gone=["one"], chunks={"one": (0, 96)})
+        assert num_cached(blocks) == [6, 6]
+        bench.step(gone=["one"])
+    elif case == "other_policy":
+        bench.step(gone=["one"])
+    else:
+        bench.requests["one"].status = RequestStatus.FINISHED_ABORTED
+        if case == "id_in_use_again":
+            bench.add("one", first_token=200)
+        bench.step(finished=["one"])
+        bench.step(gone=["one"])
+    assert num_cached(blocks) == [6, 6]
+
+
+@pytest.mark.parametrize(("policy", "num_tokens"), [("fcfs", 0), ("priority", 64 + 3)])
+def test_blocks_of_one_step_and_its_drafts_may_be_uncomputed(policy: str, num_tokens: int) -> None:
+    scheduler = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
+    config: Any = SimpleNamespace(
+        scheduler_config=scheduler, speculative_config=SimpleNamespace(num_speculative_tokens=3)
+    )
+    assert compat.max_uncomputed_tokens(config) == num_tokens

@@ -254,6 +254,31 @@ def evict_cached_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
         pool.evict_blocks(set(block_ids))
 
 
+def evict_beyond(
+    pool: BlockPool, num_groups: int, block_hashes: Sequence[Any], num_tokens: int, max_tokens: int
+) -> None:
+    """Evicts blocks of one prefix from the engine's prefix cache: those that end in the first `max_tokens` tokens after
+    `num_tokens`. Also evicts blocks with the same content that other requests have computed.
+
+    Args:
+        pool: the engine's block pool.
+        num_groups: number of the engine's groups.
+        block_hashes: the engine's hashes of the prefix. A block of any size has the hash at its end.
+        num_tokens: tokens of the prefix whose blocks remain.
+        max_tokens: number of tokens to search.
+    """
+    if not can_find_cached_blocks(pool):
+        return
+    hash_tokens = pool.hash_block_size
+    end = min(len(block_hashes), (num_tokens + max_tokens) // hash_tokens)
+    for place in range(num_tokens // hash_tokens, end):
+        for group in range(num_groups):
+            evicted = None
+            while (block_id := cached_block(pool, block_hashes[place], group)) not in (None, evicted):
+                evict_cached_blocks(pool, (block_id,))
+                evicted = block_id
+
+
 def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
     """Requests that start in this step, or resume in it after a preemption, in order of admission. The values are their
     computed tokens before the step."""
@@ -303,6 +328,15 @@ def hashes_before_computing(vllm_config: VllmConfig) -> bool:
     are scheduled, and only the priority policy may preempt a request in the same step."""
     policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
     return str(getattr(policy, "value", policy)) != "fcfs"
+
+
+def max_uncomputed_tokens(vllm_config: VllmConfig) -> int:
+    """Maximum tokens after the end of a request's last step that may have hashes although the engine does not compute
+    them: the tokens of one step and the drafts of the last one. 0 unless `hashes_before_computing`."""
+    if not hashes_before_computing(vllm_config):
+        return 0
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
+    return int(vllm_config.scheduler_config.max_num_batched_tokens) + int(drafts)
 
 
 def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:

@@ -1,6 +1,6 @@
 """Corrupt blocks: blocks of the engine with content that does not match their hash, and the requests that use them.
 
-There are three kinds:
+There are four kinds:
 
 - Bad copies. If the engine's own hit ends inside a block, the engine copies this block. vLLM 0.32 has two bugs. If the
   memory of several layers begins at one address, it copies as many bytes as a page of the first of these layers, even
@@ -16,6 +16,7 @@ There are three kinds:
   attention content at this position again, but not the state.
   With a drafter, the state may also lie in another block. This module compares the token at which a session continues
   with the token at which its last step ended. With a drafter, this token is unknown, and the state counts as wrong.
+- Uncomputed blocks, see `uncomputed_blocks`. They are evicted before a request can use them.
 
 A request that continues from a corrupt block computes wrong content. The engine caches this content under correct
 hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.blocks.uncomputed_blocks import UncomputedBlocks
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.planner import GroupKind, State
 
@@ -118,10 +120,12 @@ class SuspectGroups:
     Args:
         partly_copied: groups with blocks that the engine may copy only in part.
         with_misfiled_states: RECURRENT groups with blocks inside which a prefill may end.
+        max_uncomputed_tokens: see `compat.max_uncomputed_tokens`. All groups may have uncomputed blocks.
     """
 
     partly_copied: frozenset[int] = frozenset()
     with_misfiled_states: frozenset[int] = frozenset()
+    max_uncomputed_tokens: int = 0
 
 
 def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> SuspectGroups:
@@ -136,7 +140,9 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
     if warning:
         logger.warning("%s", warning)
     return SuspectGroups(
-        partly_copied_groups(vllm_config, layout), groups_with_misfiled_states(vllm_config, layout.spec.groups)
+        partly_copied_groups(vllm_config, layout),
+        groups_with_misfiled_states(vllm_config, layout.spec.groups),
+        compat.max_uncomputed_tokens(vllm_config),
     )
 
 
@@ -196,6 +202,16 @@ class CorruptBlocks:
         """Logged warnings: True for the one about sessions."""
 
     @property
+    def suspects(self) -> SuspectGroups:
+        """Groups that may have corrupt blocks. Must be set before a request is tracked."""
+        return self._suspects
+
+    @suspects.setter
+    def suspects(self, suspects: SuspectGroups) -> None:
+        self._suspects = suspects
+        self._uncomputed_blocks = UncomputedBlocks(len(self._block_tokens), suspects.max_uncomputed_tokens)
+
+    @property
     def misled(self) -> Iterable[str]:
         """Requests that continue from a corrupt block, and have neither started over nor ended since."""
         return self._misled.keys()
@@ -205,7 +221,8 @@ class CorruptBlocks:
         self._pool = pool
 
     def track(self, request: Request) -> None:
-        """Starts to track a session of a model with RECURRENT groups. Ignores other requests and tracked sessions."""
+        """Starts to track a request. Ignores a tracked request."""
+        self._uncomputed_blocks.track(request)
         if not self._has_states or not compat.is_session(request):
             return
         known = self._sessions.get(request.request_id)
@@ -239,8 +256,9 @@ class CorruptBlocks:
                 self._corrupt.pop(block_id, None)
 
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
-        """Records the corrupt blocks and misled requests of a step, and evicts misfiled states from the engine's prefix
-        cache. Must be called before the step's stores are planned."""
+        """Records the corrupt blocks and misled requests of a step. Evicts misfiled states and uncomputed blocks from
+        the engine's prefix cache. Must be called before the step's stores are planned."""
+        self._uncomputed_blocks.follow_step(output, self._pool)
         for request_id in (*compat.preempted_ids(output), *compat.finished_ids(output)):
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
