@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm.common import compat
@@ -25,6 +27,8 @@ from hybridkv.planner import GroupKind, GroupSpec
 
 STATES, ATTENTION = 0, 1
 BLOCK = 16
+HASHED = 4
+"""Tokens of a hash of the engine with hits inside blocks."""
 Table = tuple[list[int], list[int]]
 
 
@@ -165,6 +169,37 @@ def test_a_state_is_misfiled_if_a_chunk_passes_its_boundary(
     assert bench.pool.evicted == (set() if is_kept else {4})
     assert len(bench.wrong.correct_states(states, bench.metrics)) == is_kept
     assert sum(bench.causes().values()) == (not is_kept)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "boundary", "is_right"),
+    [
+        ((36, 90), 48, False),
+        ((36, 90), 88, True),
+        ((20, 36), 36, True),
+        ((36, 51), 48, False),
+        ((32, 51), 48, True),
+    ],
+)
+def test_of_the_states_inside_a_chunk_only_the_saved_one_is_right(
+    chunk: tuple[int, int], boundary: int, is_right: bool
+) -> None:
+    """The backend saves none in [36, 51): it would lie in the block in which the chunk begins."""
+    spec = MambaSpec(BLOCK, ((4,),), (torch.int8,), num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    groups = [SimpleNamespace(kv_cache_spec=spec), SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
+    config: Any = SimpleNamespace(
+        kv_cache_groups=groups, hash_block_size=HASHED, cache_hit_alignment_tokens=HASHED, num_blocks=9
+    )
+    vllm_config: Any = SimpleNamespace(speculative_config=None)
+    bench = Bench(is_partial=False)
+    checkpoints = compat.inner_checkpoints(vllm_config, config)
+    assert list(checkpoints) == [STATES]
+    bench.wrong.suspects = SuspectGroups(inner_checkpoints=checkpoints)
+    bench.step({"one": (0, ([1], [2]))})
+    bench.step(running={"one": ([], [])}, handed_over={"one": [(STATES, 1, boundary)]}, chunks={"one": chunk})
+    assert bench.wrong.is_corrupt(1) is not is_right
+    config.cache_hit_alignment_tokens = BLOCK
+    assert compat.inner_checkpoints(vllm_config, config) == {}, "no chunk begins inside a block"
 
 
 def test_a_misfiled_state_of_a_new_request_is_detected() -> None:
@@ -344,10 +379,6 @@ def test_a_producer_hands_over_no_state_with_a_dropped_token(computed_tokens: in
     request.append_output_token_ids([7, 8, 9])
     request.num_computed_tokens, request.status = computed_tokens, RequestStatus.FINISHED_STOPPED
     assert producer.finish(request, bench.tables["session"], NixlStepPlan(), b"")[0] is is_handed_over
-
-
-HASHED = 4
-"""Tokens of a hash of the engine. The blocks have 16."""
 
 
 def own_hash(value: Any) -> bytes:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ except ImportError:
     HOST_HIT = None
 
 BlockTables = Callable[[str], Sequence[Sequence[int]]]
+CheckpointOf = Callable[[int, int], int]
+"""Boundary of the state that a backend saves inside a prefill chunk, from the chunk's start and end. 0: none."""
 STABLE_HASHES = ("sha256", "sha256_cbor")
 """Algorithms of block hashes that are equal in every process, and collision-resistant."""
 
@@ -217,6 +220,40 @@ def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
     """Alignment of prefill ends, in tokens, in an engine that keeps recurrent states: the smallest block size of all
     groups, even if recurrent groups have larger blocks (vllm-project/vllm#54076)."""
     return int(vllm_config.cache_config.block_size)
+
+
+def inner_checkpoints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[int, CheckpointOf]:
+    """RECURRENT groups with a backend that saves a state inside a prefill chunk, and with blocks inside which the
+    engine's own hits may end. If the boundary of the saved state cannot be determined, the function returns 0."""
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    unit = hit_alignment_tokens(kv_cache_config) or hash_tokens
+    found = {}
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec: Any = group.kv_cache_spec
+        if getattr(spec, "num_prefill_checkpoint_blocks", 0) and unit < spec.block_size:
+            checkpoint: CheckpointOf = partial(_inner_checkpoint, vllm_config, unit, hash_tokens, spec)
+            try:
+                checkpoint(0, 2 * spec.block_size)
+            except Exception:  # vLLM's functions may have changed in any way; 0 is the safe default
+                checkpoint = _no_checkpoint
+            found[index] = checkpoint
+    return found
+
+
+def _no_checkpoint(start: int, end: int) -> int:
+    return 0
+
+
+def _inner_checkpoint(vllm_config: VllmConfig, unit: int, hash_tokens: int, spec: Any, start: int, end: int) -> int:
+    from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position, is_mamba_prefill_checkpoint_valid
+
+    speculative = vllm_config.speculative_config
+    drops_block = speculative is not None and speculative.use_eagle_block_drop()
+    boundary = int(get_mamba_prefill_checkpoint_position(end, unit, drops_block))
+    is_saved = is_mamba_prefill_checkpoint_valid(
+        start, end, boundary, hash_tokens, spec.block_size, spec.prefill_checkpoint_alignment
+    )
+    return boundary if is_saved else 0
 
 
 def draft_tokens(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:

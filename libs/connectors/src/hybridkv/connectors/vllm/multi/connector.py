@@ -84,6 +84,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._announced_blocks = AnnouncedBlocks()
         groups = group_specs(kv_cache_config)
         self._groups_with_misfiled_states = groups_with_misfiled_states(vllm_config, groups)
+        self._inner_checkpoints = compat.inner_checkpoints(vllm_config, kv_cache_config)
         # Children of other projects do not evict uncomputed blocks. Children of hybridkv find none left.
         self._uncomputed_blocks = UncomputedBlocks(len(groups), compat.max_uncomputed_tokens(vllm_config))
         self._clashing: set[str] = set()
@@ -156,8 +157,8 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._uncomputed_blocks.follow_step(scheduler_output, self._block_pool)
-        groups = self._groups_with_misfiled_states
-        misfiled = misfiled_blocks(scheduler_output, groups) if groups else ()
+        groups, checkpoints = self._groups_with_misfiled_states, self._inner_checkpoints
+        misfiled = misfiled_blocks(scheduler_output, groups, checkpoints) if groups or checkpoints else ()
         if misfiled and self._block_pool is not None:
             compat.evict_cached_blocks(self._block_pool, misfiled)
         children = tuple(self._metadata_of(each, scheduler_output, misfiled) for each in self._connectors)

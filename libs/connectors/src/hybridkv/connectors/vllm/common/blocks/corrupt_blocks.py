@@ -9,7 +9,9 @@ There are four kinds:
 - Misfiled states. If a recurrent group has larger blocks than another group, a prefill may end inside a recurrent block
   (see `compat.prefill_cut_tokens`). The engine then treats the state at this point as the state at the end of the
   block: it caches the state, and hands it over when the request's next prefill chunk reaches the end of the block. This
-  module recognizes such a state because that chunk goes on beyond the end of the block.
+  module recognizes such a state because that chunk goes on beyond the end of the block. The same happens in an engine
+  whose hits may end inside blocks, if the backend saves a state inside the last chunk of a prompt: this chunk does not
+  stop at the end of the block in which it begins. Of the states inside such a chunk, only the saved one is correct.
 - States of dropped steps. A session (see `compat.is_session`) continues after an answer from the state in its blocks.
   With asynchronous scheduling, a stop token may end the answer while the next step is in flight. That step has the stop
   token as its input, and adds it to the state. vLLM drops this token and the output of the step. It computes the
@@ -29,7 +31,7 @@ counts as corrupt.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridkv.connectors.errors import printable
@@ -80,16 +82,20 @@ def groups_with_misfiled_states(vllm_config: VllmConfig, groups: Sequence[GroupS
     )
 
 
-def misfiled_blocks(output: SchedulerOutput, groups: Container[int]) -> list[int]:
+def misfiled_blocks(
+    output: SchedulerOutput, groups: Container[int], inner_checkpoints: Mapping[int, compat.CheckpointOf]
+) -> list[int]:
     """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
 
     The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside this
-    step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. A state of a boundary
-    before the chunk is correct: accepted drafts have passed this boundary, and the state comes from the worker.
+    step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. It is correct only if the
+    backend saves this state inside the chunk. A state of a boundary before the chunk is correct: accepted drafts have
+    passed this boundary, and the state comes from the worker.
 
     Args:
         output: step of the engine.
         groups: groups that may have such states, see `groups_with_misfiled_states`.
+        inner_checkpoints: groups that may have such states too, see `compat.inner_checkpoints`.
     """
     handed_over = compat.boundary_states(output)
     if not handed_over:
@@ -98,7 +104,12 @@ def misfiled_blocks(output: SchedulerOutput, groups: Container[int]) -> list[int
     blocks = []
     for request_id, states in handed_over.items():
         start, end = chunks.get(request_id, (0, 0))
-        blocks += [block_id for group, block_id, boundary in states if group in groups and start < boundary < end]
+        for group, block_id, boundary in states:
+            if not start < boundary < end:
+                continue
+            checkpoint = inner_checkpoints.get(group)
+            if group in groups if checkpoint is None else boundary != checkpoint(start, end):
+                blocks.append(block_id)
     return blocks
 
 
@@ -120,11 +131,13 @@ class SuspectGroups:
     Args:
         partly_copied: groups with blocks that the engine may copy only in part.
         with_misfiled_states: RECURRENT groups with blocks inside which a prefill may end.
+        inner_checkpoints: RECURRENT groups that may have misfiled states too, see `compat.inner_checkpoints`.
         max_uncomputed_tokens: see `compat.max_uncomputed_tokens`. All groups may have uncomputed blocks.
     """
 
     partly_copied: frozenset[int] = frozenset()
     with_misfiled_states: frozenset[int] = frozenset()
+    inner_checkpoints: Mapping[int, compat.CheckpointOf] = field(default_factory=dict)
     max_uncomputed_tokens: int = 0
 
 
@@ -142,6 +155,7 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
     return SuspectGroups(
         partly_copied_groups(vllm_config, layout),
         groups_with_misfiled_states(vllm_config, layout.spec.groups),
+        layout.inner_checkpoints,
         compat.max_uncomputed_tokens(vllm_config),
     )
 
@@ -264,8 +278,8 @@ class CorruptBlocks:
             self._misled.pop(request_id, None)
         sessions = self._sessions_in(output)
         copies = compat.block_copies(output)
-        groups = self.suspects.with_misfiled_states
-        misfiled = misfiled_blocks(output, groups) if groups else ()
+        groups, checkpoints = self.suspects.with_misfiled_states, self.suspects.inner_checkpoints
+        misfiled = misfiled_blocks(output, groups, checkpoints) if groups or checkpoints else ()
         if not copies and not misfiled and not self._corrupt and not sessions:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
