@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.planner import GroupKind, Transfer
+from oracle import mixes
+from oracle.block_store import block_store
 from oracle.disk_tier import SMALL, forget, stacked
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory, copy_in_order
@@ -28,7 +30,7 @@ from oracle.planned import change_loads
 from oracle.profile import profile
 from oracle.remote_tier import World
 from oracle.rings import LOADS, but_full
-from oracle.runner import CorruptionError
+from oracle.runner import CorruptionError, FakeRunner
 from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import HAS_TAILS, Connector, EngineSettings
 
@@ -246,3 +248,65 @@ def test_a_key_without_the_length_of_its_tail_is_caught(is_wrong: bool, monkeypa
         else:
             engine.drain()
             assert engine.restored_tokens == 100
+
+
+@pytest.fixture
+def saves_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend saves the last state of a prompt inside the last chunk, as Mamba2 does."""
+    from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+    make, advance = mixes._spec, FakeRunner._advance_states
+
+    def spec(group: Group, layers: Layers) -> Any:
+        made = make(group, layers)
+        if group.kind is not Kind.RECURRENT:
+            return made
+        return replace(made, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+
+    def advance_states(runner: FakeRunner, plane: Any, work: Any) -> None:
+        advance(runner, plane, work)
+        for item in work:
+            (offset,), (column,) = compute_mamba_prefill_checkpoints(
+                [item.end], [item.end - item.start], 4, 16, 1, False, 4
+            )
+            if offset and (block := int(item.running.tables[plane.group][column])):
+                plane.words[block, 0] = plane.expected(item.running.transcript)[item.start + offset - 1]
+
+    monkeypatch.setattr(mixes, "_spec", spec)
+    monkeypatch.setattr(FakeRunner, "_advance_states", advance_states)
+
+
+@pytest.mark.usefixtures("saves_inside")
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
+@pytest.mark.parametrize("where", ["own_cache", "own_cache_below_others", "tier"])
+def test_a_state_before_a_chunk_that_saves_one_inside_is_not_served(
+    where: str, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk [36, 90) begins inside a block and does not stop at its end, so vLLM takes the state of 36 for that of
+    48. The state of 88 is saved inside the chunk and is correct."""
+    if not is_guarded:
+        monkeypatch.setattr(compat, "inner_checkpoints", lambda *arguments: {})
+    connector = Connector(CONNECTOR, {"chunk_tokens": 16, "tiers": [{"type": "ram", "capacity": "64MiB"}]})
+    if where == "own_cache_below_others":
+        store = block_store(QWEN3_NEXT)
+        child = {"kv_connector": store.name, "kv_connector_module_path": store.module_path}
+        child["kv_connector_extra_config"] = store.extra_config  # type: ignore[assignment]
+        connector = Connector(MULTI_CONNECTOR, {"connectors": [child]})
+    settings = EngineSettings(200, max_step_tokens=256, hash_tokens=4, retention_tokens=0, connector=connector)
+    third = [*range(50), *range(200, 240)]
+    with OracleEngine(QWEN3_NEXT, settings) as engine:
+        for name, prompt in (("first", list(range(22))), ("second", list(range(64))), ("third", third)):
+            engine.submit(name, prompt, 1)
+            engine.drain()
+        if where == "tier":
+            engine.reset_prefix_cache()
+        engine.submit("victim", [*third[:49], *range(300, 320)], 2)
+        if not is_guarded:
+            with pytest.raises(CorruptionError, match="victim"):
+                engine.drain()
+            return
+        engine.drain()
+        before = engine.restored_tokens + engine.local_hit_tokens
+        engine.submit("longer", [*third, 7], 2)
+        engine.drain()
+        assert engine.restored_tokens + engine.local_hit_tokens >= before + 88

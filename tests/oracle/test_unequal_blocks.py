@@ -232,9 +232,9 @@ def test_no_state_is_dropped_where_blocks_have_one_size(monkeypatch: pytest.Monk
     looked_at = dropped = 0
     misfiled_blocks = corrupt_blocks.misfiled_blocks
 
-    def counting(output: Any, groups: Container[int]) -> list[int]:
+    def counting(output: Any, groups: Container[int], *rest: Any) -> list[int]:
         nonlocal looked_at, dropped
-        found = misfiled_blocks(output, groups)
+        found = misfiled_blocks(output, groups, *rest)
         looked_at += sum(map(len, compat.boundary_states(output).values()))
         dropped += len(found)
         return found

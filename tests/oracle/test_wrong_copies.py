@@ -1,5 +1,5 @@
-"""Wrong results of the engine after its own hits inside blocks, and after dropped steps, are never served to another
-request.
+"""Wrong results of the engine after its own hits inside blocks, after dropped steps, and on blocks that it hashed and
+never computed, are never served to another request.
 
 This engine copies blocks as vLLM 0.32 does: of an attention block no more bytes than a state has, and all sources are
 read before anything is written. Reads of requests that the engine misleads are not checked; reads of all others are. A
@@ -18,9 +18,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
+from hybridkv.connectors.vllm.common.blocks.uncomputed_blocks import UncomputedBlocks
+from oracle import settings as oracle_settings
+from oracle.block_store import block_store
 from oracle.content import Transcript
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory
@@ -211,6 +214,20 @@ def run_session(engine: OracleEngine, inputs: list[list[int]]) -> list[int]:
     return tokens
 
 
+def mislead_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of this name that reads wrong bytes computes wrong content, and ends with any output."""
+    report = FakeRunner._on_wrong
+
+    def mislead(runner: FakeRunner, plane: Any, item: Any, *rest: Any) -> None:
+        if item.request_id != name:
+            report(runner, plane, item, *rest)
+        item.running.is_misled = True
+        runner.num_misled += 1
+
+    monkeypatch.setattr(FakeRunner, "_on_wrong", mislead)
+    monkeypatch.setattr(OracleEngine, "_finish", lambda engine, request_id: engine._open.discard(request_id))
+
+
 @pytest.mark.parametrize(("is_async", "is_guarded"), [(False, True), (True, True), (True, False)])
 def test_content_after_a_dropped_step_is_served_to_no_request(
     is_async: bool, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
@@ -219,16 +236,7 @@ def test_content_after_a_dropped_step_is_served_to_no_request(
     register()
     if is_async and "drop_stale_output" not in Scheduler._handle_stopped_request.__code__.co_names:
         pytest.skip("this vLLM keeps the token of the step in flight")
-    report = FakeRunner._on_wrong
-
-    def mislead(runner: FakeRunner, plane: Any, item: Any, *rest: Any) -> None:
-        if item.request_id != "session":
-            report(runner, plane, item, *rest)
-        item.running.is_misled = True
-        runner.num_misled += 1
-
-    monkeypatch.setattr(FakeRunner, "_on_wrong", mislead)
-    monkeypatch.setattr(OracleEngine, "_finish", lambda engine, request_id: engine._open.discard(request_id))
+    mislead_only("session", monkeypatch)
     if not is_guarded:
         monkeypatch.setattr(CorruptBlocks, "has_wrong_state", lambda *arguments: False)
     size = QWEN3_NEXT.alignment_tokens
@@ -253,6 +261,56 @@ def test_content_after_a_dropped_step_is_served_to_no_request(
         else:
             with pytest.raises(CorruptionError, match="victim"):
                 engine.drain()
+
+
+DENSE = Mix("dense", (ATTENTION,))
+
+
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "child_of_another_project"])
+@pytest.mark.parametrize(("mix", "num_blocks"), [(DENSE, 23), (QWEN3_NEXT, 32)], ids=["dense", "hybrid"])
+def test_blocks_that_were_hashed_and_not_computed_are_served_to_no_request(
+    mix: Mix, num_blocks: int, is_ours: bool, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The more important request takes the last block in a step that has already scheduled a chunk of the other one.
+    The lengths at which it does so depend on the version of vLLM."""
+    register()
+    scheduler = oracle_settings._base_config().scheduler_config
+    monkeypatch.setattr(scheduler, "policy", "priority")
+    monkeypatch.setattr(scheduler, "long_prefill_token_threshold", 32)
+    mislead_only("preempted", monkeypatch)
+    if not is_guarded:
+        monkeypatch.setattr(UncomputedBlocks, "follow_step", lambda *arguments: None)
+    prompt, num_misled = list(range(320)), 0
+    for length in (25, 26, 27):
+        store = block_store(mix)
+        child = {
+            "kv_connector": store.name,
+            "kv_connector_module_path": store.module_path,
+            "kv_connector_extra_config": dict(store.extra_config),
+        }
+        connector = Connector(CONNECTOR, EXTRA) if is_ours else Connector(MULTI_CONNECTOR, {"connectors": [child]})
+        settings = EngineSettings(num_blocks=num_blocks, retention_tokens=0, connector=connector)
+        with OracleEngine(mix, settings) as engine:
+            engine.submit("preempted", prompt, 3)
+            engine.scheduler.requests["preempted"].priority = 5
+            engine.step()
+            engine.submit("important", list(range(500, 500 + length)), 20)
+            engine.drain()
+            num_misled += (is_misled := engine.runner.num_misled > 0)
+            engine.reset_prefix_cache()
+            engine.submit("victim", [*prompt, 7, 8, 9], 2)
+            if is_misled and is_ours:
+                with pytest.raises(CorruptionError, match="victim"):
+                    engine.drain()
+            elif is_guarded:
+                engine.drain()
+                assert engine.restored_tokens >= 288
+    if is_guarded:
+        assert num_misled == 0
+    elif not num_misled:
+        assert mix is QWEN3_NEXT
+        pytest.skip("this vLLM preempts at other lengths")
 
 
 def test_every_reader_of_a_wrong_byte_is_known(unchecked: UncheckedRequests, monkeypatch: pytest.MonkeyPatch) -> None:

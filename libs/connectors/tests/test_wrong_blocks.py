@@ -9,9 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
@@ -22,6 +27,8 @@ from hybridkv.planner import GroupKind, GroupSpec
 
 STATES, ATTENTION = 0, 1
 BLOCK = 16
+HASHED = 4
+"""Tokens of a hash of the engine with hits inside blocks."""
 Table = tuple[list[int], list[int]]
 
 
@@ -162,6 +169,37 @@ def test_a_state_is_misfiled_if_a_chunk_passes_its_boundary(
     assert bench.pool.evicted == (set() if is_kept else {4})
     assert len(bench.wrong.correct_states(states, bench.metrics)) == is_kept
     assert sum(bench.causes().values()) == (not is_kept)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "boundary", "is_right"),
+    [
+        ((36, 90), 48, False),
+        ((36, 90), 88, True),
+        ((20, 36), 36, True),
+        ((36, 51), 48, False),
+        ((32, 51), 48, True),
+    ],
+)
+def test_of_the_states_inside_a_chunk_only_the_saved_one_is_right(
+    chunk: tuple[int, int], boundary: int, is_right: bool
+) -> None:
+    """The backend saves none in [36, 51): it would lie in the block in which the chunk begins."""
+    spec = MambaSpec(BLOCK, ((4,),), (torch.int8,), num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    groups = [SimpleNamespace(kv_cache_spec=spec), SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
+    config: Any = SimpleNamespace(
+        kv_cache_groups=groups, hash_block_size=HASHED, cache_hit_alignment_tokens=HASHED, num_blocks=9
+    )
+    vllm_config: Any = SimpleNamespace(speculative_config=None)
+    bench = Bench(is_partial=False)
+    checkpoints = compat.inner_checkpoints(vllm_config, config)
+    assert list(checkpoints) == [STATES]
+    bench.wrong.suspects = SuspectGroups(inner_checkpoints=checkpoints)
+    bench.step({"one": (0, ([1], [2]))})
+    bench.step(running={"one": ([], [])}, handed_over={"one": [(STATES, 1, boundary)]}, chunks={"one": chunk})
+    assert bench.wrong.is_corrupt(1) is not is_right
+    config.cache_hit_alignment_tokens = BLOCK
+    assert compat.inner_checkpoints(vllm_config, config) == {}, "no chunk begins inside a block"
 
 
 def test_a_misfiled_state_of_a_new_request_is_detected() -> None:
@@ -341,3 +379,100 @@ def test_a_producer_hands_over_no_state_with_a_dropped_token(computed_tokens: in
     request.append_output_token_ids([7, 8, 9])
     request.num_computed_tokens, request.status = computed_tokens, RequestStatus.FINISHED_STOPPED
     assert producer.finish(request, bench.tables["session"], NixlStepPlan(), b"")[0] is is_handed_over
+
+
+def own_hash(value: Any) -> bytes:
+    return repr(value).encode()
+
+
+class PriorityBench(Bench):
+    """Engine with priority scheduling and a real pool, in which requests have all their blocks cached by hash."""
+
+    def __init__(self, *, max_tokens: int = 64) -> None:
+        super().__init__(is_partial=False)
+        self.wrong.suspects = SuspectGroups(max_uncomputed_tokens=max_tokens)
+        self.real_pool = BlockPool(64, enable_caching=True, hash_block_size=HASHED)
+        self.wrong.bind(self.real_pool)
+        init_none_hash(own_hash)
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, *, first_token: int = 0, num_tokens: int = 96) -> list[list[KVCacheBlock]]:
+        """Adds a request, and caches its blocks of both groups, as if all its tokens were scheduled."""
+        tokens = list(range(first_token, first_token + num_tokens))
+        hasher = get_request_block_hasher(HASHED, own_hash)
+        self.requests[name] = request = Request(name, tokens, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+        self.wrong.track(request)
+        groups = []
+        for group in (STATES, ATTENTION):
+            groups.append(self.real_pool.get_new_blocks(num_tokens // BLOCK))
+            self.real_pool.cache_full_blocks(request, groups[-1], 0, len(groups[-1]), BLOCK, group)
+        return groups
+
+
+def num_cached(groups: Sequence[Sequence[KVCacheBlock]]) -> list[int]:
+    return [sum(block.block_hash is not None for block in blocks) for blocks in groups]
+
+
+def test_blocks_of_a_preempted_request_beyond_its_last_step_are_evicted() -> None:
+    """In each group, also the block in which the step ended, and those of another request with the same tokens."""
+    bench = PriorityBench()
+    one, two, same, other = (
+        bench.add(name, first_token=at) for name, at in (("one", 0), ("two", 200), ("same", 0), ("other", 400))
+    )
+    bench.step({"one": (0, ([], [])), "two": (0, ([], []))}, chunks={"one": (0, 40), "two": (0, 32)})
+    bench.step(gone=["one", "two"])
+    assert [num_cached(each) for each in (one, two, same, other)] == [[2, 2], [2, 2], [2, 2], [6, 6]]
+    bench.step(gone=["other"])
+    assert num_cached(other) == [2, 2], "no step is known, and a step has 64 tokens"
+    assert [block.block_hash is not None for block in other[0]] == [False] * 4 + [True] * 2
+
+
+def test_an_entry_inside_a_block_is_evicted_too() -> None:
+    bench = PriorityBench()
+    bench.add("one", num_tokens=HASHED * 7)
+    (block,) = bench.real_pool.get_new_blocks(1)
+    bench.real_pool.cache_partial_block(bench.requests["one"], block, HASHED * 6, ATTENTION, BLOCK)
+    bench.step({"one": (0, ([], []))}, chunks={"one": (0, HASHED * 6)})
+    bench.step(gone=["unknown"])
+    assert block.block_hash is not None
+    bench.step(running={"one": ([], [])}, chunks={"one": (HASHED * 4, HASHED * 5)})
+    bench.step(gone=["one"])
+    assert block.block_hash is None
+
+
+def test_drafts_do_not_move_the_end_of_a_step() -> None:
+    bench = PriorityBench()
+    blocks = bench.add("one")
+    bench.step({"one": (0, ([], []))}, chunks={"one": (44, 48)}, drafts={"one": (7, 7)})
+    bench.step(gone=["one"])
+    assert num_cached(blocks) == [2, 2]
+
+
+@pytest.mark.parametrize("case", ["other_policy", "resumed", "ended", "id_in_use_again"])
+def test_other_preemptions_evict_nothing(case: str) -> None:
+    """A reset of the engine's cache preempts requests between two steps. They may resume in the next one."""
+    bench = PriorityBench(max_tokens=0 if case == "other_policy" else 64)
+    blocks = bench.add("one")
+    bench.step({"one": (0, ([], []))}, chunks={"one": (0, 40)})
+    if case == "resumed":
+        bench.step({"one": (0, ([], []))}, gone=["one"], chunks={"one": (0, 96)})
+        assert num_cached(blocks) == [6, 6]
+        bench.step(gone=["one"])
+    elif case == "other_policy":
+        bench.step(gone=["one"])
+    else:
+        bench.requests["one"].status = RequestStatus.FINISHED_ABORTED
+        if case == "id_in_use_again":
+            bench.add("one", first_token=200)
+        bench.step(finished=["one"])
+        bench.step(gone=["one"])
+    assert num_cached(blocks) == [6, 6]
+
+
+@pytest.mark.parametrize(("policy", "num_tokens"), [("fcfs", 0), ("priority", 64 + 3)])
+def test_blocks_of_one_step_and_its_drafts_may_be_uncomputed(policy: str, num_tokens: int) -> None:
+    scheduler = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
+    config: Any = SimpleNamespace(
+        scheduler_config=scheduler, speculative_config=SimpleNamespace(num_speculative_tokens=3)
+    )
+    assert compat.max_uncomputed_tokens(config) == num_tokens

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ except ImportError:
     HOST_HIT = None
 
 BlockTables = Callable[[str], Sequence[Sequence[int]]]
+CheckpointOf = Callable[[int, int], int]
+"""Boundary of the state that a backend saves inside a prefill chunk, from the chunk's start and end. 0: none."""
 STABLE_HASHES = ("sha256", "sha256_cbor")
 """Algorithms of block hashes that are equal in every process, and collision-resistant."""
 
@@ -219,6 +222,40 @@ def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
     return int(vllm_config.cache_config.block_size)
 
 
+def inner_checkpoints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[int, CheckpointOf]:
+    """RECURRENT groups with a backend that saves a state inside a prefill chunk, and with blocks inside which the
+    engine's own hits may end. If the boundary of the saved state cannot be determined, the function returns 0."""
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    unit = hit_alignment_tokens(kv_cache_config) or hash_tokens
+    found = {}
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec: Any = group.kv_cache_spec
+        if getattr(spec, "num_prefill_checkpoint_blocks", 0) and unit < spec.block_size:
+            checkpoint: CheckpointOf = partial(_inner_checkpoint, vllm_config, unit, hash_tokens, spec)
+            try:
+                checkpoint(0, 2 * spec.block_size)
+            except Exception:  # vLLM's functions may have changed in any way; 0 is the safe default
+                checkpoint = _no_checkpoint
+            found[index] = checkpoint
+    return found
+
+
+def _no_checkpoint(start: int, end: int) -> int:
+    return 0
+
+
+def _inner_checkpoint(vllm_config: VllmConfig, unit: int, hash_tokens: int, spec: Any, start: int, end: int) -> int:
+    from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position, is_mamba_prefill_checkpoint_valid
+
+    speculative = vllm_config.speculative_config
+    drops_block = speculative is not None and speculative.use_eagle_block_drop()
+    boundary = int(get_mamba_prefill_checkpoint_position(end, unit, drops_block))
+    is_saved = is_mamba_prefill_checkpoint_valid(
+        start, end, boundary, hash_tokens, spec.block_size, spec.prefill_checkpoint_alignment
+    )
+    return boundary if is_saved else 0
+
+
 def draft_tokens(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
     """Draft tokens of each request in this step; empty without a drafter."""
     return getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
@@ -252,6 +289,31 @@ def evict_cached_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
     a failed load. Does nothing in an engine without `evict_blocks`."""
     if hasattr(pool, "evict_blocks"):
         pool.evict_blocks(set(block_ids))
+
+
+def evict_beyond(
+    pool: BlockPool, num_groups: int, block_hashes: Sequence[Any], num_tokens: int, max_tokens: int
+) -> None:
+    """Evicts blocks of one prefix from the engine's prefix cache: those that end in the first `max_tokens` tokens after
+    `num_tokens`. Also evicts blocks with the same content that other requests have computed.
+
+    Args:
+        pool: the engine's block pool.
+        num_groups: number of the engine's groups.
+        block_hashes: the engine's hashes of the prefix. A block of any size has the hash at its end.
+        num_tokens: tokens of the prefix whose blocks remain.
+        max_tokens: number of tokens to search.
+    """
+    if not can_find_cached_blocks(pool):
+        return
+    hash_tokens = pool.hash_block_size
+    end = min(len(block_hashes), (num_tokens + max_tokens) // hash_tokens)
+    for place in range(num_tokens // hash_tokens, end):
+        for group in range(num_groups):
+            evicted = None
+            while (block_id := cached_block(pool, block_hashes[place], group)) not in (None, evicted):
+                evict_cached_blocks(pool, (block_id,))
+                evicted = block_id
 
 
 def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
@@ -303,6 +365,15 @@ def hashes_before_computing(vllm_config: VllmConfig) -> bool:
     are scheduled, and only the priority policy may preempt a request in the same step."""
     policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
     return str(getattr(policy, "value", policy)) != "fcfs"
+
+
+def max_uncomputed_tokens(vllm_config: VllmConfig) -> int:
+    """Maximum tokens after the end of a request's last step that may have hashes although the engine does not compute
+    them: the tokens of one step and the drafts of the last one. 0 unless `hashes_before_computing`."""
+    if not hashes_before_computing(vllm_config):
+        return 0
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
+    return int(vllm_config.scheduler_config.max_num_batched_tokens) + int(drafts)
 
 
 def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:

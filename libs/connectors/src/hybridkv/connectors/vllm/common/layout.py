@@ -7,7 +7,7 @@ module turns its findings into configuration errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -159,6 +159,7 @@ class CacheLayout:
         hash_block_tokens: tokens in each of the engine's block hashes.
         hash_algorithm: algorithm of the engine's block hashes.
         world_size: number of ranks; each holds its own part of every chunk.
+        inner_checkpoints: see `compat.inner_checkpoints`.
     """
 
     spec: CacheSpec
@@ -167,6 +168,7 @@ class CacheLayout:
     hash_block_tokens: int
     hash_algorithm: str
     world_size: int
+    inner_checkpoints: Mapping[int, compat.CheckpointOf] = field(default_factory=dict, repr=False, compare=False)
     _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _content_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _equal_chunk_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
@@ -319,6 +321,7 @@ def resolve_layout(
         hash_block_tokens=hash_tokens,
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         world_size=vllm_config.parallel_config.world_size,
+        inner_checkpoints=compat.inner_checkpoints(vllm_config, kv_cache_config),
     )
 
 

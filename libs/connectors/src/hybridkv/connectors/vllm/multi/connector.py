@@ -32,6 +32,7 @@ from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import (
     misfiled_warning,
     without_states,
 )
+from hybridkv.connectors.vllm.common.blocks.uncomputed_blocks import UncomputedBlocks
 from hybridkv.connectors.vllm.common.events import AnnouncedBlocks
 from hybridkv.connectors.vllm.common.layout import group_specs
 from hybridkv.connectors.vllm.common.specs.resumable import warn_other_connectors
@@ -83,6 +84,9 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._announced_blocks = AnnouncedBlocks()
         groups = group_specs(kv_cache_config)
         self._groups_with_misfiled_states = groups_with_misfiled_states(vllm_config, groups)
+        self._inner_checkpoints = compat.inner_checkpoints(vllm_config, kv_cache_config)
+        # Children of other projects do not evict uncomputed blocks. Children of hybridkv find none left.
+        self._uncomputed_blocks = UncomputedBlocks(len(groups), compat.max_uncomputed_tokens(vllm_config))
         self._clashing: set[str] = set()
         """Names of children with ignored kv_transfer_params, each logged once."""
         self._block_pool: BlockPool | None = None
@@ -132,6 +136,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
             each.bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
+        self._uncomputed_blocks.track(request)
         for each in self._connectors:
             each.on_new_request(request)
 
@@ -151,8 +156,9 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         return self._selector().hit_sources(request, num_external_tokens, self._cache_hit_source)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        groups = self._groups_with_misfiled_states
-        misfiled = misfiled_blocks(scheduler_output, groups) if groups else ()
+        self._uncomputed_blocks.follow_step(scheduler_output, self._block_pool)
+        groups, checkpoints = self._groups_with_misfiled_states, self._inner_checkpoints
+        misfiled = misfiled_blocks(scheduler_output, groups, checkpoints) if groups or checkpoints else ()
         if misfiled and self._block_pool is not None:
             compat.evict_cached_blocks(self._block_pool, misfiled)
         children = tuple(self._metadata_of(each, scheduler_output, misfiled) for each in self._connectors)

@@ -1,6 +1,6 @@
 """Corrupt blocks: blocks of the engine with content that does not match their hash, and the requests that use them.
 
-There are three kinds:
+There are four kinds:
 
 - Bad copies. If the engine's own hit ends inside a block, the engine copies this block. vLLM 0.32 has two bugs. If the
   memory of several layers begins at one address, it copies as many bytes as a page of the first of these layers, even
@@ -9,13 +9,16 @@ There are three kinds:
 - Misfiled states. If a recurrent group has larger blocks than another group, a prefill may end inside a recurrent block
   (see `compat.prefill_cut_tokens`). The engine then treats the state at this point as the state at the end of the
   block: it caches the state, and hands it over when the request's next prefill chunk reaches the end of the block. This
-  module recognizes such a state because that chunk goes on beyond the end of the block.
+  module recognizes such a state because that chunk goes on beyond the end of the block. The same happens in an engine
+  whose hits may end inside blocks, if the backend saves a state inside the last chunk of a prompt: this chunk does not
+  stop at the end of the block in which it begins. Of the states inside such a chunk, only the saved one is correct.
 - States of dropped steps. A session (see `compat.is_session`) continues after an answer from the state in its blocks.
   With asynchronous scheduling, a stop token may end the answer while the next step is in flight. That step has the stop
   token as its input, and adds it to the state. vLLM drops this token and the output of the step. It computes the
   attention content at this position again, but not the state.
   With a drafter, the state may also lie in another block. This module compares the token at which a session continues
   with the token at which its last step ended. With a drafter, this token is unknown, and the state counts as wrong.
+- Uncomputed blocks, see `uncomputed_blocks`. They are evicted before a request can use them.
 
 A request that continues from a corrupt block computes wrong content. The engine caches this content under correct
 hashes, so later hits on the content are wrong too. Such a request is "misled": no tier and no peer may get its content.
@@ -28,11 +31,12 @@ counts as corrupt.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.blocks.uncomputed_blocks import UncomputedBlocks
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.planner import GroupKind, State
 
@@ -78,16 +82,20 @@ def groups_with_misfiled_states(vllm_config: VllmConfig, groups: Sequence[GroupS
     )
 
 
-def misfiled_blocks(output: SchedulerOutput, groups: Container[int]) -> list[int]:
+def misfiled_blocks(
+    output: SchedulerOutput, groups: Container[int], inner_checkpoints: Mapping[int, compat.CheckpointOf]
+) -> list[int]:
     """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
 
     The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside this
-    step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. A state of a boundary
-    before the chunk is correct: accepted drafts have passed this boundary, and the state comes from the worker.
+    step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. It is correct only if the
+    backend saves this state inside the chunk. A state of a boundary before the chunk is correct: accepted drafts have
+    passed this boundary, and the state comes from the worker.
 
     Args:
         output: step of the engine.
         groups: groups that may have such states, see `groups_with_misfiled_states`.
+        inner_checkpoints: groups that may have such states too, see `compat.inner_checkpoints`.
     """
     handed_over = compat.boundary_states(output)
     if not handed_over:
@@ -96,7 +104,12 @@ def misfiled_blocks(output: SchedulerOutput, groups: Container[int]) -> list[int
     blocks = []
     for request_id, states in handed_over.items():
         start, end = chunks.get(request_id, (0, 0))
-        blocks += [block_id for group, block_id, boundary in states if group in groups and start < boundary < end]
+        for group, block_id, boundary in states:
+            if not start < boundary < end:
+                continue
+            checkpoint = inner_checkpoints.get(group)
+            if group in groups if checkpoint is None else boundary != checkpoint(start, end):
+                blocks.append(block_id)
     return blocks
 
 
@@ -118,10 +131,14 @@ class SuspectGroups:
     Args:
         partly_copied: groups with blocks that the engine may copy only in part.
         with_misfiled_states: RECURRENT groups with blocks inside which a prefill may end.
+        inner_checkpoints: RECURRENT groups that may have misfiled states too, see `compat.inner_checkpoints`.
+        max_uncomputed_tokens: see `compat.max_uncomputed_tokens`. All groups may have uncomputed blocks.
     """
 
     partly_copied: frozenset[int] = frozenset()
     with_misfiled_states: frozenset[int] = frozenset()
+    inner_checkpoints: Mapping[int, compat.CheckpointOf] = field(default_factory=dict)
+    max_uncomputed_tokens: int = 0
 
 
 def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> SuspectGroups:
@@ -136,7 +153,10 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
     if warning:
         logger.warning("%s", warning)
     return SuspectGroups(
-        partly_copied_groups(vllm_config, layout), groups_with_misfiled_states(vllm_config, layout.spec.groups)
+        partly_copied_groups(vllm_config, layout),
+        groups_with_misfiled_states(vllm_config, layout.spec.groups),
+        layout.inner_checkpoints,
+        compat.max_uncomputed_tokens(vllm_config),
     )
 
 
@@ -196,6 +216,16 @@ class CorruptBlocks:
         """Logged warnings: True for the one about sessions."""
 
     @property
+    def suspects(self) -> SuspectGroups:
+        """Groups that may have corrupt blocks. Must be set before a request is tracked."""
+        return self._suspects
+
+    @suspects.setter
+    def suspects(self, suspects: SuspectGroups) -> None:
+        self._suspects = suspects
+        self._uncomputed_blocks = UncomputedBlocks(len(self._block_tokens), suspects.max_uncomputed_tokens)
+
+    @property
     def misled(self) -> Iterable[str]:
         """Requests that continue from a corrupt block, and have neither started over nor ended since."""
         return self._misled.keys()
@@ -205,7 +235,8 @@ class CorruptBlocks:
         self._pool = pool
 
     def track(self, request: Request) -> None:
-        """Starts to track a session of a model with RECURRENT groups. Ignores other requests and tracked sessions."""
+        """Starts to track a request. Ignores a tracked request."""
+        self._uncomputed_blocks.track(request)
         if not self._has_states or not compat.is_session(request):
             return
         known = self._sessions.get(request.request_id)
@@ -239,15 +270,16 @@ class CorruptBlocks:
                 self._corrupt.pop(block_id, None)
 
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
-        """Records the corrupt blocks and misled requests of a step, and evicts misfiled states from the engine's prefix
-        cache. Must be called before the step's stores are planned."""
+        """Records the corrupt blocks and misled requests of a step. Evicts misfiled states and uncomputed blocks from
+        the engine's prefix cache. Must be called before the step's stores are planned."""
+        self._uncomputed_blocks.follow_step(output, self._pool)
         for request_id in (*compat.preempted_ids(output), *compat.finished_ids(output)):
             # The request starts over, or has ended. Its corrupt blocks remain corrupt.
             self._misled.pop(request_id, None)
         sessions = self._sessions_in(output)
         copies = compat.block_copies(output)
-        groups = self.suspects.with_misfiled_states
-        misfiled = misfiled_blocks(output, groups) if groups else ()
+        groups, checkpoints = self.suspects.with_misfiled_states, self.suspects.inner_checkpoints
+        misfiled = misfiled_blocks(output, groups, checkpoints) if groups or checkpoints else ()
         if not copies and not misfiled and not self._corrupt and not sessions:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
