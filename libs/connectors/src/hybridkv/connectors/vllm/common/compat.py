@@ -311,6 +311,12 @@ def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
     return not getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
+def has_loads_within(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a connector has a synchronous load in this step: its blocks are filled before the forward pass, and the
+    output of the step reports whether the load failed."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", False))
+
+
 def skips_prefix_cache(request: Any) -> bool:
     """Whether a request ignores all caches and computes every token (prompt log-probabilities, pooling). The engine
     still calls the connector and ignores its hit. vLLM 0.30 does not ignore the hit, and returns too few results."""
