@@ -234,14 +234,14 @@ def test_a_child_stores_what_another_child_loaded(mix: Mix) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_async", "is_aborted"),
+    ("is_async", "num_steps", "is_aborted"),
     # With asynchronous scheduling, vLLM 0.32 computes such a request again with more tokens than it has.
-    [(False, False), (False, True), (True, True)],
-    ids=["computed again", "aborted", "aborted, async"],
+    [(False, 1, False), (False, 1, True), (True, 2, True), (True, 1, True)],
+    ids=["computed again", "aborted", "aborted, async", "aborted before the report"],
 )
 @pytest.mark.parametrize("parent", [MULTI_CONNECTOR, "MultiConnector"])
 def test_nothing_is_stored_after_a_failed_load_of_another_child_within_the_step(
-    parent: str, is_async: bool, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+    parent: str, is_async: bool, num_steps: int, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure is reported after the step, in which the other child already begins to store the blocks."""
     invalid: set[int] = set()
@@ -282,7 +282,7 @@ def test_nothing_is_stored_after_a_failed_load_of_another_child_within_the_step(
         with monkeypatch.context() as patch:
             patch.setattr(BlockStoreConnector, "start_load_kv", fail)
             engine.submit("fails", prompt, 2)
-            for _ in range(1 + is_async):
+            for _ in range(num_steps):
                 engine.step()
         if is_aborted:
             engine.abort("fails")

@@ -73,8 +73,10 @@ class StepLoads:
     def on_failed(self, failed_blocks: AbstractSet[int]) -> None:
         """Stops the stores of requests that use blocks of failed loads. Evicts these blocks, and those that the
         requests computed from them, from the engine's prefix cache."""
+        wrong_blocks = set(failed_blocks)  # also those of a request that has ended before this report
         for tracked in self._requests.all():
             for group, place in first_failed(tracked.admitted_blocks, failed_blocks):
                 tracked.is_storable = False
-                if self._pool is not None:
-                    compat.evict_cached_blocks(self._pool, tracked.admitted_blocks[group][place:])
+                wrong_blocks.update(tracked.admitted_blocks[group][place:])
+        if self._pool is not None:
+            compat.evict_cached_blocks(self._pool, wrong_blocks)
