@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import stores
@@ -21,7 +21,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MULTI_CONNECTOR
+from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.specs.resumable import ModelFacts, gather
 from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
@@ -203,6 +204,51 @@ def test_the_facts_are_read_from_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_a_fact_of_the_model_is_read(attribute: str, fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(model_facts(monkeypatch, **{attribute: True}), fact) is True
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        (CONNECTOR, OFFLOAD),
+        (LMCACHE_CONNECTOR, {"url": "tcp://127.0.0.1:1", "chunk_tokens": 256}),
+        (PEER_CONNECTOR, {}),
+        (MULTI_CONNECTOR, {"connectors": [{"kv_connector": CONNECTOR, "kv_connector_extra_config": OFFLOAD}]}),
+    ],
+)
+def test_an_engine_that_must_return_the_experts_of_loaded_tokens_is_refused(
+    name: str, extra: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM before 0.33 raises in the worker after a load of tokens whose experts it has forgotten."""
+    monkeypatch.setattr(compat, "limits_loads_to_known_routing", lambda: False)
+    configs = configure(extra, name)
+    monkeypatch.setattr(configs.vllm, "aux_output_config", SimpleNamespace(enabled=True), raising=False)
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigurationError) as caught:
+            start(configs, role)
+        assert caught.value.path == "enable_return_routed_experts"
+
+
+def test_experts_are_no_reason_for_a_refusal_if_no_tokens_without_them_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configs = configure()
+    monkeypatch.setattr(configs.vllm, "aux_output_config", SimpleNamespace(enabled=True), raising=False)
+
+    def needs_routing() -> bool:
+        return gather(configs.vllm, configs.worker, is_excepted=False).switches.needs_routing
+
+    monkeypatch.setattr(compat, "limits_loads_to_known_routing", lambda: True)
+    assert not needs_routing()
+    monkeypatch.setattr(compat, "limits_loads_to_known_routing", lambda: False)
+    assert needs_routing()
+    monkeypatch.setattr(configs.vllm.kv_transfer_config, "kv_role", "kv_producer")
+    assert not needs_routing()
+
+
+def test_the_option_of_older_engines_is_read() -> None:
+    model = SimpleNamespace(enable_return_routed_experts=True)
+    assert compat.returns_routing(cast(Any, SimpleNamespace(model_config=model)))
+    assert not compat.returns_routing(configure().vllm)
 
 
 @pytest.mark.parametrize("is_supported", [True, False])

@@ -12,12 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
-from oracle.block_store import block_store
+from oracle.block_store import BlockStoreConnector, Metadata, block_store
 from oracle.engine import OracleEngine
-from oracle.mixes import GPT_OSS, Mix
+from oracle.mixes import GPT_OSS, Group, Kind, Layers, Mix
 from oracle.profile import profile
 from oracle.rings import LOADS, MIXES
-from oracle.runner import CorruptionError
+from oracle.runner import CorruptionError, FakeRunner
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Entry = dict[str, Any]
+DENSE = Mix("dense", (Group(Kind.FULL, 16, (Layers(2, cell_bytes=16, heads=2),)),))
+"""One group: only then vLLM accepts reports of invalid blocks."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -229,6 +231,70 @@ def test_a_child_stores_what_another_child_loaded(mix: Mix) -> None:
         lose_everything(engine, 0)
         warm(engine, "loads from the second", num_tokens)
         assert engine.restored_tokens == 2 * from_first > 0
+
+
+@pytest.mark.parametrize(
+    ("is_async", "num_steps", "is_aborted"),
+    # With asynchronous scheduling, vLLM 0.32 computes such a request again with more tokens than it has.
+    [(False, 1, False), (False, 1, True), (True, 2, True), (True, 1, True)],
+    ids=["computed again", "aborted", "aborted, async", "aborted before the report"],
+)
+@pytest.mark.parametrize("parent", [MULTI_CONNECTOR, "MultiConnector"])
+def test_nothing_is_stored_after_a_failed_load_of_another_child_within_the_step(
+    parent: str, is_async: bool, num_steps: int, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is reported after the step, in which the other child already begins to store the blocks."""
+    invalid: set[int] = set()
+
+    def fail(store: BlockStoreConnector, forward_context: object, **kwargs: object) -> None:
+        metadata = store._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        invalid.update(block_id for load in metadata.loads for _, block_id in load.copies)
+
+    def take(_: BlockStoreConnector) -> set[int]:
+        taken = set(invalid)
+        invalid.clear()
+        return taken
+
+    report = FakeRunner._report
+
+    def report_others(runner: FakeRunner, plane: Any, item: Any, *rest: Any) -> None:
+        if item.request_id != "fails":  # its first step computes with the wrong content, as it would in vLLM
+            report(runner, plane, item, *rest)
+
+    monkeypatch.setattr(FakeRunner, "_report", report_others)
+    monkeypatch.setattr(BlockStoreConnector, "get_block_ids_with_load_errors", take)
+    children = [foreign(DENSE, "sync", 0, 0, 4.0), offload(16)]
+    extra: Entry = {"connectors": children, "lookup_timeout_seconds": 0}
+    if parent != MULTI_CONNECTOR:
+        del extra["lookup_timeout_seconds"]
+        for child in children:
+            del child["kv_connector_extra_config"]["load_weight"]
+            child["kv_role"] = "kv_both"
+    settings = EngineSettings(num_blocks=200, connector=Connector(parent, extra), async_scheduling=is_async)
+    prompt = list(range(70))
+    with OracleEngine(DENSE, settings) as engine:
+        engine.submit("cold", prompt, 2)
+        engine.drain()
+        theirs, ours = engine.scheduler_connector._connectors  # type: ignore[union-attr]
+        ours.reset_cache()  # as after a restart: only the other store has the prefix now
+        engine.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockStoreConnector, "start_load_kv", fail)
+            engine.submit("fails", prompt, 2)
+            for _ in range(num_steps):
+                engine.step()
+        if is_aborted:
+            engine.abort("fails")
+        engine.drain()
+        assert ours._scheduler._stack.primary.used_bytes == 0
+        theirs.reset_cache()
+        engine.submit("victim", prompt, 2)
+        engine.drain()
+        assert ours._scheduler._stack.primary.used_bytes > 0, "another request stores the prefix"
+        theirs.reset_cache()
+        warm(engine, "last", len(prompt))
+        assert engine.restored_tokens == 2 * 64
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])

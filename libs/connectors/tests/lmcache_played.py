@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -214,8 +214,10 @@ class FakeEngine:
         preempted: Sequence[str] = (),
         finished: Sequence[str] = (),
         states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+        synchronous: Mapping[str, int] | None = None,
     ) -> LMCachePlan:
-        """The plan of one step."""
+        """The plan of one step. `synchronous`: requests with a load of another connector within the step, each with its
+        computed tokens."""
         state = SimpleNamespace(
             boundary_state_offloads=dict(states or {}),
             resolve_block_ids=lambda name: [
@@ -227,6 +229,13 @@ class FakeEngine:
             preempted_req_ids=set(preempted),
             finished_req_ids=set(finished),
             kv_connector_block_state=state,
+            has_sync_kv_loads=bool(synchronous),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, num_computed_tokens=number) for name, number in (synchronous or {}).items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], num_computed_tokens=[], resumed_req_ids=set(), new_block_ids=[]
+            ),
         )
         return self.half.plan_step(output)
 
@@ -235,12 +244,16 @@ class FakeEngine:
         stores: Mapping[int, StoreOutcome] | None = None,
         loaded: Sequence[str] = (),
         failures: Mapping[str, Sequence[LoadFailure]] | None = None,
+        invalid_block_ids: Iterable[int] = (),
     ) -> None:
         """Reports results of all ranks."""
         said = {name: tuple(each) for name, each in (failures or {}).items()}
         outcome = StepOutcome(stores=dict(stores or {}), load_failures=said)
         output: Any = SimpleNamespace(
-            kv_connector_worker_meta=outcome, finished_recving={*loaded, *said}, failed_recving=set(said)
+            kv_connector_worker_meta=outcome,
+            finished_recving={*loaded, *said},
+            failed_recving=set(said),
+            invalid_block_ids=set(invalid_block_ids),
         )
         self.half.on_output(output)
 

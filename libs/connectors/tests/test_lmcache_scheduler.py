@@ -650,3 +650,25 @@ def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
     ]
     finish(engine, *requests)
     assert is_clean(engine)
+
+
+def test_stores_of_a_request_whose_load_within_the_step_fails_are_dropped(engine: FakeEngine) -> None:
+    """Another connector loads. The server must not get the bytes before the step reports whether the load failed."""
+    requests = {
+        name: new_request(name, tuple(range(base, base + len(PROMPT)))) for base, name in ((0, "bad"), (500, "good"))
+    }
+    for request in requests.values():
+        engine.half.track(request)
+        engine.server.answer(0)
+        engine.half.matched_tokens(request, 0)
+        engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+        request.num_computed_tokens = CHUNK
+    num_new = len(PROMPT) - CHUNK
+    bad, good = engine.step(dict.fromkeys(requests, num_new), synchronous=dict.fromkeys(requests, CHUNK)).stores
+    assert bad.is_held and good.is_held
+    engine.tell({bad.store_id: StoreOutcome(1)}, invalid_block_ids=[engine.tables["bad"][0][1].block_id])
+    engine.tell({good.store_id: StoreOutcome(1)})
+    releases = {each.store_id: each.is_good for each in engine.step().releases}
+    assert releases == {bad.store_id: False, good.store_id: True}
+    finish(engine, *requests.values())
+    assert is_clean(engine)

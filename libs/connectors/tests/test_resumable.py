@@ -301,6 +301,8 @@ REASONS: list[tuple[ResumeFacts, RefusalReason | None]] = [
     ),
     (replace(MLA, model=ModelFacts(uses_mla=True, model_type="deepseek_v4")), RefusalReason.MLA_ON_CPU),
     (replace(MLA, machine=MachineFacts(device="cuda")), None),
+    (replace(SOUND, switches=Switches(needs_routing=True)), RefusalReason.ROUTING),
+    (replace(SOUND, switches=Switches(needs_routing=True, is_excepted=True)), RefusalReason.ROUTING),
     (replace(SOUND, machine=MachineFacts(architecture="RISCV")), RefusalReason.RISC_V),
     (replace(SOUND, machine=MachineFacts(device="cuda", architecture="RISCV")), None),
     (

@@ -306,8 +306,9 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_failures_total",
             Kind.COUNTER,
             "stores",
-            "Failed stores, by the tier's reason, or `adapter` if the files of an adapter changed.",
-            (Label("reason", (*_FAILURES, "adapter")),),
+            "Failed stores, by the tier's reason, or `adapter` if the files of an adapter changed, or `failed_load` if "
+            "another connector failed to load blocks of the request.",
+            (Label("reason", (*_FAILURES, "adapter", "failed_load")),),
             panel=Panel(Section.STORES, "Failed stores"),
         ),
         Metric(

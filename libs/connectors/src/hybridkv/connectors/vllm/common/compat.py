@@ -382,6 +382,31 @@ def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
     return not getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
+def has_loads_within(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a connector has a synchronous load in this step: its blocks are filled before the forward pass, and the
+    output of the step reports whether the load failed."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", False))
+
+
+def returns_routing(vllm_config: VllmConfig) -> bool:
+    """Whether the engine returns the experts of each token, also of tokens that it did not compute
+    (`--enable-return-routed-experts`)."""
+    output = getattr(vllm_config, "aux_output_config", None)
+    if output is not None:
+        return bool(output.enabled)
+    return bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False))
+
+
+def limits_loads_to_known_routing() -> bool:
+    """Whether the engine refuses a load of tokens whose experts it does not know. Before vLLM 0.33 it does not, and
+    then raises an error in the worker, or returns the experts of other tokens."""
+    try:
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    except ImportError:
+        return False
+    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
+
+
 def skips_prefix_cache(request: Any) -> bool:
     """Whether a request ignores all caches and computes every token (prompt log-probabilities, pooling). The engine
     still calls the connector and ignores its hit. vLLM 0.30 does not ignore the hit, and returns too few results."""

@@ -141,7 +141,11 @@ class TrackedRequest:
     """Chunks that are stored for the request."""
     is_storable: bool = True
     """Whether the request may store. False until the request starts over: after a reset, if it had started before;
-    after it continued from a corrupt block; for LMCache, after a failed store."""
+    after it continued from a corrupt block, or from blocks of another connector's failed load; for LMCache, after a
+    failed store."""
+    admitted_blocks: Sequence[Sequence[int]] = ()
+    """Block table at the start of the request, by group, if another connector may have loaded blocks of it within a
+    step; else empty. See `StepLoads`."""
     planned_chunks: tuple[int, int] = (0, 0)
     """Numbers of complete chunks when stores were last planned: without a drafter's lookahead, and with it."""
     idle_below_tokens: int = 0
@@ -247,7 +251,7 @@ class TrackedRequest:
         """Resets the progress: the engine starts the request over, or the keys change. Allows stores again. With an
         adapter, drops the keys until the next `Requests.identify`."""
         self.stored_tokens, self.chain = 0, PrefixChain()
-        self.is_storable = True
+        self.is_storable, self.admitted_blocks = True, ()
         self.planned_chunks, self.idle_below_tokens = (0, 0), 0
         self.measured, self.checkpoint_state = None, self.checkpoint_state.started_over()
         self.stage, self.last_reply = life.start_over(self.stage), None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.blocks.step_loads import StepLoads
 from hybridkv.connectors.vllm.common.explain import explain_adapter_in_doubt, log
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
@@ -81,12 +82,14 @@ class LMCacheScheduler:
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
         self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
+        self._step_loads = StepLoads(self._requests)
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
         self._engine_corruption.bind(pool)
+        self._step_loads.bind(pool)
         self._room.pool = pool
         self._store_tracker.bind_block_pool(pool)
 
@@ -190,6 +193,7 @@ class LMCacheScheduler:
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
         self._engine_corruption.follow_step(scheduler_output, tables)
+        self._step_loads.follow_step(scheduler_output, tables)
         for request_id in self._engine_corruption.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
@@ -224,6 +228,9 @@ class LMCacheScheduler:
 
     def on_output(self, output: KVConnectorOutput) -> None:
         """Handles ended stores and loads."""
+        if output.invalid_block_ids:
+            self._step_loads.on_failed(output.invalid_block_ids)
+            self._store_tracker.on_failed_loads(output.invalid_block_ids)
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._store_tracker.on_ended(outcome.stores)

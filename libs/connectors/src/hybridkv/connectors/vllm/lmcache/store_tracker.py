@@ -1,8 +1,10 @@
 """Store tracker: stores of each request, in the scheduler's half.
 
 Blocks stay pinned in the engine's pool until every rank has copied them. The engine never waits for the server.
-Stores of a request with an adapter are held: they go to the server only after a check that the adapter's files have
-not changed.
+Some stores are held, so that the worker sends them to the server only after a check:
+
+- With an adapter: its files have not changed.
+- If another connector may have loaded blocks of the request within a step: that load has not failed.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
+from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, first_failed
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
@@ -116,8 +120,17 @@ class _LMCacheStore:
     num_bytes: int
     ranks_left: int
     adapter_version: AdapterVersion | None
+    admitted_blocks: Sequence[Sequence[int]]
+    """`TrackedRequest.admitted_blocks` when the store was planned."""
+    is_held: bool
+    """The worker sends the store to the server only after a `StoreRelease`."""
     failure: str | None = None
     reason: str | None = None
+
+
+def _must_hold(tracked: TrackedRequest) -> bool:
+    """Whether the stores of a request must be checked before they are sent to the server."""
+    return tracked.adapter_version is not None or bool(tracked.admitted_blocks)
 
 
 class StoreTracker:
@@ -173,7 +186,8 @@ class StoreTracker:
         # A state's key needs the lookahead tokens of a drafter after it.
         named = min(final, hashed - spec.lookahead_tokens)
         new = state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], named)
-        copies += new if tracked.adapter_version is None else self._newest(new)
+        is_held = _must_hold(tracked)
+        copies += self._newest(new) if is_held else new
         for _ in range(sum(state.num_tokens % chunk != 0 for state in states)):
             self._metrics.store(GroupKind.RECURRENT, "dropped_not_aligned")
         if not copies:
@@ -183,10 +197,17 @@ class StoreTracker:
         num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
         store_id = next(self._store_ids)
         self._stores[store_id] = _LMCacheStore(
-            tracked, copies, self._pins.pin(block_ids), num_bytes, self._layout.world_size, tracked.adapter_version
+            tracked,
+            copies,
+            self._pins.pin(block_ids),
+            num_bytes,
+            self._layout.world_size,
+            tracked.adapter_version,
+            tracked.admitted_blocks,
+            is_held,
         )
         digests = tuple(self._load_tracker.digests(tracked, end))
-        return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.adapter_version is not None)
+        return PageStore(store_id, digests, start, tuple(copies), is_held=is_held)
 
     def _attention(self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables) -> list[PageCopy]:
         """Copies of whole attention chunks that the server lacks and that no earlier step has stored."""
@@ -197,7 +218,7 @@ class StoreTracker:
         if separate is None or complete // chunk * chunk <= begins:
             # Without a server, it is unknown which groups form one object.
             return []
-        if tracked.adapter_version is not None:
+        if _must_hold(tracked):
             # A held store keeps all its pages in the pool at once, so it has at most the chunks of one call to the
             # server. The rest follows in a later step.
             complete = min(complete, begins + chunks_at_once(self._load_tracker.max_chunks) * chunk)
@@ -226,6 +247,13 @@ class StoreTracker:
     def has_work(self) -> bool:
         return bool(self._stores or self._releases)
 
+    def on_failed_loads(self, failed_blocks: AbstractSet[int]) -> None:
+        """Drops the stores of requests that use these blocks, which another connector failed to load. Must be called
+        before `on_ended` with the outcomes of the same step."""
+        for in_flight in self._stores.values():
+            if first_failed(in_flight.admitted_blocks, failed_blocks):
+                in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
+
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
         """Records stores that ranks have ended: copied or failed."""
 
@@ -246,11 +274,10 @@ class StoreTracker:
     def _settle(
         self, store_id: int, in_flight: _LMCacheStore, is_valid: Callable[[AdapterVersion | None], bool]
     ) -> None:
-        if in_flight.adapter_version is not None:
-            is_good = in_flight.failure is None and is_valid(in_flight.adapter_version)
-            if in_flight.failure is None and not is_good:
-                in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
-            self._releases.append(StoreRelease(store_id, is_good))
+        if in_flight.failure is None and not is_valid(in_flight.adapter_version):
+            in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
+        if in_flight.is_held:
+            self._releases.append(StoreRelease(store_id, in_flight.failure is None))
         outcome = "stored"
         if in_flight.failure is not None:
             outcome = "failed"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
+from hybridkv.connectors.vllm.common.blocks.step_loads import StepLoads
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.explain import LookupReason, log, unsearched
 from hybridkv.connectors.vllm.common.identity.identification import Identity
@@ -73,6 +74,7 @@ class OffloadScheduler:
         self._requests = Requests(layout, identity.keys, identity.adapters, self._hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
         self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
+        self._step_loads = StepLoads(self._requests)
         local = LocalBlocks(layout, kv_role.copies_locally)
         local.is_corrupt = self._engine_corruption.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
@@ -99,6 +101,7 @@ class OffloadScheduler:
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
         self._engine_corruption.bind(pool)
+        self._step_loads.bind(pool)
         self._loads.bind_block_pool(pool)
         self._in_flight.bind_block_pool(pool)
         self._stores.bind_block_pool(pool)
@@ -235,6 +238,7 @@ class OffloadScheduler:
         Ends all prefetches."""
         self._prefetcher.end()
         self._stack.tick()
+        self._stores.drop_unconfirmed()
         stores, self._planned_stores = self._planned_stores, []
         return self._with_moves((), stores)
 
@@ -255,6 +259,7 @@ class OffloadScheduler:
         self._engine_corruption.follow_step(scheduler_output, tables)
         if not self._kv_role.stores:
             return stores
+        self._step_loads.follow_step(scheduler_output, tables)
         for request_id in self._engine_corruption.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
@@ -340,6 +345,9 @@ class OffloadScheduler:
 
     def on_output(self, output: KVConnectorOutput) -> None:
         """Applies the outputs of one step."""
+        if output.invalid_block_ids:
+            self._step_loads.on_failed(output.invalid_block_ids)
+            self._stores.on_failed_loads(output.invalid_block_ids)
         outcome = output.kv_connector_worker_meta
         measured_step = 0
         if outcome is not None and isinstance(outcome, StepOutcome):

@@ -19,6 +19,7 @@ import torch
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.specs.spec_table import (
     GROUP_FIELD_RULES,
     SpecFacts,
@@ -58,6 +59,7 @@ class RefusalReason(enum.Enum):
     MLA_ON_CPU = "latent attention on a CPU, with kernels that cannot resume a prefix"
     RISC_V = "vLLM's kernels for RISC-V"
     BATCH_INVARIANT = "batch invariance with a backend that loses it after a resumed prefix"
+    ROUTING = "loaded tokens without the experts that the engine must return"
     CHUNKED_PREFILL_OFF = "a prompt that must be computed in one piece"
     PREFIX_CACHING_OFF = "prefix caching is off, for an unknown reason"
 
@@ -82,12 +84,14 @@ class Switches:
         chunked_prefill: the engine may compute a prompt in several chunks.
         batch_invariant: answers must not depend on other requests in the batch.
         is_excepted: the operator states that prefix caching is off on purpose.
+        needs_routing: the engine must return the experts of loaded tokens, and may load tokens without them.
     """
 
     prefix_caching: bool = True
     chunked_prefill: bool = True
     batch_invariant: bool = False
     is_excepted: bool = False
+    needs_routing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +273,16 @@ def _backend_option(machine: MachineFacts) -> str:
 
 
 def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
+    if switches.needs_routing:
+        yield ResumeRefusal(
+            RefusalReason.ROUTING,
+            "enable_return_routed_experts",
+            "off: this version of vLLM must know the experts of every prompt token, and does not know those of loaded "
+            "tokens",
+            "on",
+            "remove --enable-return-routed-experts, or use vLLM 0.33 or later; with kv_role kv_producer, which loads "
+            "nothing, the option is accepted",
+        )
     if not switches.chunked_prefill:
         yield ResumeRefusal(
             RefusalReason.CHUNKED_PREFILL_OFF,
@@ -338,6 +352,9 @@ def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_except
             chunked_prefill=bool(vllm_config.scheduler_config.enable_chunked_prefill),
             batch_invariant=_is_batch_invariant(),
             is_excepted=is_excepted,
+            needs_routing=compat.returns_routing(vllm_config)
+            and role_of(vllm_config.kv_transfer_config).loads
+            and not compat.limits_loads_to_known_routing(),
         ),
         _machine(vllm_config),
         _model(vllm_config),
