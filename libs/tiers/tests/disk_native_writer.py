@@ -17,7 +17,7 @@ from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 
 NUM_RANKS = 2
-NUM_RECORDS = 400
+NUM_RECORDS = 800
 NUM_AT_ONCE = 12
 RANKS = {"tensor_parallel_size": NUM_RANKS}
 OPTIONS = DiskOptions(

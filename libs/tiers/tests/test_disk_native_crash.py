@@ -20,13 +20,16 @@ from examples import examples
 from hybridkv.tiers.disk import DiskMedium
 
 NUM_KILLS = 6
+MOST_COMMITS = 300
+"""Reports before a kill. The pipe and the buffer of its reader hold fewer than 400 more, then the writer waits."""
+PIPE_BYTES = 4096
 
 
 def write_until_killed(path: Path, num_commits: int) -> list[str]:
     """Reports of the writer, which is killed after `num_commits` reported commits."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     program = [sys.executable, disk_native_writer.__file__, str(path)]
-    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True, pipesize=PIPE_BYTES) as writer:
         assert writer.stdout is not None
         words: list[str] = []
         for line in writer.stdout:
@@ -47,7 +50,7 @@ def test_a_writer_killed_in_the_extension_leaves_its_committed_chunks(tmp_path: 
     chooser = random.Random(1)
     for kill in range(examples(NUM_KILLS, 3)):
         path = tmp_path / str(kill)
-        words = write_until_killed(path, chooser.randrange(1, disk_native_writer.NUM_RECORDS * 3 // 4))
+        words = write_until_killed(path, chooser.randrange(1, MOST_COMMITS))
         assert "end" not in words
         begun, committed = numbers(words, "begin"), numbers(words, "commit")
         assert committed < begun, "it was killed with stores in flight"
