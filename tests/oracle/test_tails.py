@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.planner import GroupKind, Transfer
 from oracle import mixes
@@ -26,6 +26,7 @@ from oracle.engine import OracleEngine
 from oracle.memory import KVMemory, copy_in_order
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.mutants import tails_without_length
+from oracle.pairs import CALM
 from oracle.planned import change_loads
 from oracle.profile import profile
 from oracle.remote_tier import World
@@ -278,7 +279,7 @@ def saves_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("saves_inside")
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
-@pytest.mark.parametrize("where", ["own_cache", "own_cache_below_others", "tier"])
+@pytest.mark.parametrize("where", ["own_cache", "own_cache_below_others", "own_cache_of_producer", "tier"])
 def test_a_state_before_a_chunk_that_saves_one_inside_is_not_served(
     where: str, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +293,8 @@ def test_a_state_before_a_chunk_that_saves_one_inside_is_not_served(
         child = {"kv_connector": store.name, "kv_connector_module_path": store.module_path}
         child["kv_connector_extra_config"] = store.extra_config  # type: ignore[assignment]
         connector = Connector(MULTI_CONNECTOR, {"connectors": [child]})
+    if where == "own_cache_of_producer":
+        connector = Connector(PEER_CONNECTOR, {"weights_digest": "oracle", **CALM}, role="kv_producer")
     settings = EngineSettings(200, max_step_tokens=256, hash_tokens=4, retention_tokens=0, connector=connector)
     third = [*range(50), *range(200, 240)]
     with OracleEngine(QWEN3_NEXT, settings) as engine:

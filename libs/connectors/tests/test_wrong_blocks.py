@@ -198,7 +198,7 @@ def test_of_the_states_inside_a_chunk_only_the_saved_one_is_right(
     bench.step({"one": (0, ([1], [2]))})
     bench.step(running={"one": ([], [])}, handed_over={"one": [(STATES, 1, boundary)]}, chunks={"one": chunk})
     assert bench.wrong.is_corrupt(1) is not is_right
-    config.cache_hit_alignment_tokens = BLOCK
+    config.cache_hit_alignment_tokens = config.hash_block_size = BLOCK
     assert compat.inner_checkpoints(vllm_config, config) == {}, "no chunk begins inside a block"
 
 
@@ -448,6 +448,16 @@ def test_drafts_do_not_move_the_end_of_a_step() -> None:
     assert num_cached(blocks) == [2, 2]
 
 
+def test_drafts_that_are_still_counted_as_computed_do_not_move_the_end() -> None:
+    """With asynchronous scheduling, a step begins after the drafts of the step in flight. They may be rejected."""
+    bench = PriorityBench()
+    blocks = bench.add("one")
+    bench.step({"one": (0, ([], []))}, chunks={"one": (44, 47)}, drafts={"one": (7, 7)})
+    bench.step(running={"one": ([], [])}, chunks={"one": (47, 50)}, drafts={"one": (7, 7)})
+    bench.step(gone=["one"])
+    assert num_cached(blocks) == [2, 2]
+
+
 @pytest.mark.parametrize("case", ["other_policy", "resumed", "ended", "id_in_use_again"])
 def test_other_preemptions_evict_nothing(case: str) -> None:
     """A reset of the engine's cache preempts requests between two steps. They may resume in the next one."""
@@ -469,7 +479,7 @@ def test_other_preemptions_evict_nothing(case: str) -> None:
     assert num_cached(blocks) == [6, 6]
 
 
-@pytest.mark.parametrize(("policy", "num_tokens"), [("fcfs", 0), ("priority", 64 + 3)])
+@pytest.mark.parametrize(("policy", "num_tokens"), [("fcfs", 0), ("priority", 64 + 2 * 3)])
 def test_blocks_of_one_step_and_its_drafts_may_be_uncomputed(policy: str, num_tokens: int) -> None:
     scheduler = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
     config: Any = SimpleNamespace(

@@ -223,14 +223,15 @@ def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
 
 
 def inner_checkpoints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[int, CheckpointOf]:
-    """RECURRENT groups with a backend that saves a state inside a prefill chunk, and with blocks inside which the
-    engine's own hits may end. If the boundary of the saved state cannot be determined, the function returns 0."""
+    """RECURRENT groups with a backend that saves a state inside a prefill chunk, and with blocks inside which a chunk
+    may begin. Each value maps a chunk to the boundary of its saved state. It always returns 0 if vLLM's functions
+    cannot be used."""
     hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
     unit = hit_alignment_tokens(kv_cache_config) or hash_tokens
     found = {}
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
-        if getattr(spec, "num_prefill_checkpoint_blocks", 0) and unit < spec.block_size:
+        if getattr(spec, "num_prefill_checkpoint_blocks", 0) and hash_tokens < spec.block_size:
             checkpoint: CheckpointOf = partial(_inner_checkpoint, vllm_config, unit, hash_tokens, spec)
             try:
                 checkpoint(0, 2 * spec.block_size)
@@ -368,12 +369,12 @@ def hashes_before_computing(vllm_config: VllmConfig) -> bool:
 
 
 def max_uncomputed_tokens(vllm_config: VllmConfig) -> int:
-    """Maximum tokens after the end of a request's last step that may have hashes although the engine does not compute
-    them: the tokens of one step and the drafts of the last one. 0 unless `hashes_before_computing`."""
+    """Maximum tokens after a request's computed tokens that may have hashes although the engine does not compute them:
+    the tokens of one step and the drafts of the last two. 0 unless `hashes_before_computing`."""
     if not hashes_before_computing(vllm_config):
         return 0
     drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
-    return int(vllm_config.scheduler_config.max_num_batched_tokens) + int(drafts)
+    return int(vllm_config.scheduler_config.max_num_batched_tokens) + 2 * int(drafts)
 
 
 def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:

@@ -219,6 +219,7 @@ def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLay
         hash_block_tokens=compat.hash_block_tokens(vllm_config, kv_cache_config),
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         world_size=vllm_config.parallel_config.world_size,
+        inner_checkpoints=compat.inner_checkpoints(vllm_config, kv_cache_config),
     )
 
 

@@ -10,7 +10,7 @@ There are four kinds:
   (see `compat.prefill_cut_tokens`). The engine then treats the state at this point as the state at the end of the
   block: it caches the state, and hands it over when the request's next prefill chunk reaches the end of the block. This
   module recognizes such a state because that chunk goes on beyond the end of the block. The same happens in an engine
-  whose hits may end inside blocks, if the backend saves a state inside the last chunk of a prompt: this chunk does not
+  with hashes inside blocks, if the backend saves a state inside the last chunk of a prompt: this chunk does not
   stop at the end of the block in which it begins. Of the states inside such a chunk, only the saved one is correct.
 - States of dropped steps. A session (see `compat.is_session`) continues after an answer from the state in its blocks.
   With asynchronous scheduling, a stop token may end the answer while the next step is in flight. That step has the stop
@@ -85,7 +85,8 @@ def groups_with_misfiled_states(vllm_config: VllmConfig, groups: Sequence[GroupS
 def misfiled_blocks(
     output: SchedulerOutput, groups: Container[int], inner_checkpoints: Mapping[int, compat.CheckpointOf]
 ) -> list[int]:
-    """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended.
+    """Blocks of states that are handed over for a boundary where no prefill chunk of the request ended, and that the
+    backend did not save.
 
     The engine hands over a state in the step that passes its boundary. So the state of a boundary strictly inside this
     step's chunk is wrong: the prefill stopped only at the start and at the end of the chunk. It is correct only if the
@@ -108,7 +109,8 @@ def misfiled_blocks(
             if not start < boundary < end:
                 continue
             checkpoint = inner_checkpoints.get(group)
-            if group in groups if checkpoint is None else boundary != checkpoint(start, end):
+            is_wrong = group in groups if checkpoint is None else boundary != checkpoint(start, end)
+            if is_wrong:
                 blocks.append(block_id)
     return blocks
 

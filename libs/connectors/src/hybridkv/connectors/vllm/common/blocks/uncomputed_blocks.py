@@ -5,8 +5,8 @@ the same step, to give blocks to a more important request. The step computes not
 request's blocks keep their hashes in the engine's prefix cache. A later request that hits these blocks computes wrong
 content, and a connector would store this content under correct keys (vllm-project/vllm#57580).
 
-The engine admits no request in a step with such a preemption. So blocks that are evicted in the plan of this step have
-served no hit.
+The engine admits no request in a step with such a preemption. So these blocks have served no hit when they are evicted
+in the plan of this step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class UncomputedBlocks:
         self._max_tokens = max_tokens
         self._requests: dict[str, Request] = {}
         self._ends: dict[str, int] = {}
-        """Token at which the last step of each running request ended, without drafts."""
+        """Computed tokens of each running request after its last step, or fewer: without the drafts of its last two
+        steps. With asynchronous scheduling, the engine counts drafts as computed until it rejects them."""
+        self._num_drafts: dict[str, int] = {}
+        """Drafts of each running request in its last step."""
 
     def track(self, request: Request) -> None:
         """Starts to track a request. Ignores a tracked request."""
         if not self._max_tokens or self._requests.get(request.request_id) is request:
             return
         self._requests[request.request_id] = request
-        self._ends.pop(request.request_id, None)
+        self._forget_steps(request.request_id)
 
     def follow_step(self, output: SchedulerOutput, pool: BlockPool | None) -> None:
         """Evicts the uncomputed blocks of the requests that this step preempts. Must be called in every step, because
@@ -49,7 +52,7 @@ class UncomputedBlocks:
         if not self._max_tokens:
             return
         for request_id in compat.preempted_ids(output):
-            end = self._ends.pop(request_id, 0)
+            end = self._forget_steps(request_id)
             request = self._requests.get(request_id)
             # The engine preempts between steps too, and may then resume the request in this step.
             if request is not None and pool is not None and request_id not in output.num_scheduled_tokens:
@@ -58,6 +61,14 @@ class UncomputedBlocks:
             request = self._requests.get(request_id)
             if request is not None and request.is_finished():  # else a new request has taken the id
                 del self._requests[request_id]
-                self._ends.pop(request_id, None)
+                self._forget_steps(request_id)
+        drafts = compat.draft_tokens(output)
         for request_id, (_, end) in compat.computed_tokens(output).items():
-            self._ends[request_id] = end
+            if request_id in self._requests:
+                self._ends[request_id] = end - self._num_drafts.get(request_id, 0)
+                self._num_drafts[request_id] = len(drafts.get(request_id, ()))
+
+    def _forget_steps(self, request_id: str) -> int:
+        """Forgets a request's steps. Returns the entry of `_ends`; 0 without one."""
+        self._num_drafts.pop(request_id, None)
+        return self._ends.pop(request_id, 0)
