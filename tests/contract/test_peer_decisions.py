@@ -310,6 +310,19 @@ def test_a_prompt_that_ended_with_an_error_is_not_handed_over(status: RequestSta
     assert half.plan().dropped == ["p"]
 
 
+@pytest.mark.parametrize("mix", [FULL, WINDOW, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_a_session_is_neither_cut_nor_handed_over(mix: Mix, started: list[Any]) -> None:
+    """Its next input follows the prompt, and is not limited to one token."""
+    half = Half(mix, "kv_producer", started)
+    parameters = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(PRODUCE)})
+    session = Request("s", list(range(60)), parameters, None, resumable=True)
+    half.connector.on_new_request(session)
+    assert list(session.all_token_ids) == list(range(60)) and session.max_tokens == 8
+    half.admit(session, 0)
+    assert half.finish(session, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)
+    assert half.plan().is_empty
+
+
 @pytest.mark.parametrize(("params", "is_over"), [(PRODUCE, True), (None, False)], ids=["handed over", "not"])
 def test_a_cut_prompt_ends_with_its_first_token_despite_min_tokens(
     params: dict[str, Any] | None, is_over: bool, started: list[Any]
