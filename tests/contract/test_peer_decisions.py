@@ -276,6 +276,24 @@ def test_a_load_of_an_aborted_request_is_not_a_failure(status: RequestStatus, ou
     assert [tuple(values) for values in prompts] == [(outcome,)]
 
 
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "not sent"])
+def test_an_aborted_request_does_not_end_the_lease_of_the_next_with_its_id(is_sent: bool, started: list[Any]) -> None:
+    """Workers begin the waiting requests of a plan before they end others."""
+    params = [handed_over(FULL, num_tokens, started) for num_tokens in (50, 60)]
+    consumer = Half(FULL, "kv_consumer", started)
+    aborted = consumer.request("d", 50, params[0])
+    if is_sent:
+        assert len(consumer.plan().waiting) == 1
+    consumer.finish(aborted, RequestStatus.FINISHED_ABORTED)
+    later = consumer.request("d", 60, params[1])
+    assert consumer.connector.get_num_new_matched_tokens(later, 0) == (59, True)
+    plan = consumer.plan()
+    assert [each.prompt.num_tokens for each in plan.waiting] == ([60] if is_sent else [50, 60])
+    assert plan.ended == []
+    consumer.finish(later, RequestStatus.FINISHED_ABORTED)
+    assert consumer.plan().ended == ["d"]
+
+
 @pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
 def test_an_engine_acts_only_in_its_own_role(mix: Mix, started: list[Any]) -> None:
     """A prefill-only engine reads nothing, whatever a request contains, and a decode-only engine holds nothing."""
@@ -308,6 +326,19 @@ def test_a_prompt_that_ended_with_an_error_is_not_handed_over(status: RequestSta
     half.plan()
     assert half.finish(request, status) == (False, None)
     assert half.plan().dropped == ["p"]
+
+
+@pytest.mark.parametrize("mix", [FULL, WINDOW, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_a_session_is_neither_cut_nor_handed_over(mix: Mix, started: list[Any]) -> None:
+    """Its next input follows the prompt, and is not limited to one token."""
+    half = Half(mix, "kv_producer", started)
+    parameters = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(PRODUCE)})
+    session = Request("s", list(range(60)), parameters, None, resumable=True)
+    half.connector.on_new_request(session)
+    assert list(session.all_token_ids) == list(range(60)) and session.max_tokens == 8
+    half.admit(session, 0)
+    assert half.finish(session, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)
+    assert half.plan().is_empty
 
 
 @pytest.mark.parametrize(("params", "is_over"), [(PRODUCE, True), (None, False)], ids=["handed over", "not"])

@@ -212,14 +212,30 @@ def test_close_releases_all_locks_now_or_when_they_are_taken(engine: FakeEngine)
     assert not engine.server.locked
 
 
-def test_a_released_prefix_is_not_offered_later(engine: FakeEngine) -> None:
-    """For example to a streaming session that is looked up again without a preemption."""
+@pytest.mark.parametrize("answers_first", [False, True])
+def test_a_prefix_released_for_another_connector_is_looked_up_again(engine: FakeEngine, answers_first: bool) -> None:
+    """The engine looks a request up again without a preemption if the load of the other connector has failed."""
     request = new_request("r", PROMPT)
-    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.track(request)
+    if answers_first:
+        engine.server.answer(3)
+        assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
+    else:
+        assert engine.half.matched_tokens(request, 0) is None
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
-    engine.server.answer(3)
-    assert engine.half.matched_tokens(request, 0) == 0
+    engine.step()
+    engine.free(request)
+    if not answers_first:
+        assert engine.half.matched_tokens(request, 0) is None
+        engine.server.answer(3)
     assert not engine.server.locked
+    assert engine.half.matched_tokens(request, 0) is None, "nothing is offered without locks"
+    load(engine, request)
+    assert engine.server.num_lookups == 2
+    engine.tell(failures={"r": [LoadFailure("io", "")]})
+    assert [engine.half.matched_tokens(request, 0) for _ in range(3)] == [None, 0, 0]
+    finish(engine, request)
+    assert is_clean(engine)
 
 
 def test_a_load_starts_inside_the_chunk_where_the_engine_ends(engine: FakeEngine) -> None:

@@ -212,6 +212,20 @@ def test_a_request_with_the_id_of_an_ended_one_does_not_replace_its_lease() -> N
     assert producer.said == [LeaseDone(PROMPT.lease, True, 0, 1)] and producer.remote_leases.num_leases == 1
 
 
+@pytest.mark.parametrize("is_same", [False, True], ids=["other lease", "same lease"])
+def test_a_request_with_the_id_of_a_waiting_one_ends_its_lease(is_same: bool) -> None:
+    producer = Producer()
+    producer.hold("r")
+    later = PROMPT if is_same else msgspec.structs.replace(PROMPT, lease=Lease(4, 6))
+    producer.remote_leases.begin("r", later)
+    assert producer.said == ([] if is_same else [LeaseDone(PROMPT.lease, False, 0, 1)])
+    producer.run_for(1.0)
+    assert producer.remote_leases.num_leases == 1
+    producer.remote_leases.end("r", True)
+    assert producer.said[-1] == LeaseDone(later.lease, True, 0, 1)
+    assert (producer.num_done, producer.remote_leases.num_leases) == (1 if is_same else 2, 0)
+
+
 def test_an_unreachable_producer_is_dialled_a_few_times_with_pauses() -> None:
     producer = Producer(GONE)
     producer.hold("r", "s")

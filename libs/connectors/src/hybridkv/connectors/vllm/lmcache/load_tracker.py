@@ -216,7 +216,11 @@ class LoadTracker:
             state.yields_once = False
             return None
         tracked.computed_tokens = computed_tokens
-        state.has_reply = True
+        state = self.poll_lookup(tracked)
+        if state.stage is LoadStage.DONE and state.reason is LookupReason.NOT_TAKEN:
+            # The engine starts the request over: another connector was chosen, and its load has failed.
+            self.restart(tracked)
+        self.get(tracked).has_reply = True
         self.start_lookup(tracked)
         state = self.poll_lookup(tracked)
         if state.stage is LoadStage.LOOKUP:
@@ -435,7 +439,8 @@ class LoadTracker:
     # Ends.
 
     def restart(self, tracked: TrackedRequest) -> None:
-        """Resets a request after a preemption, or if its tokens or keys have changed. Keeps its failed loads."""
+        """Resets a request after a preemption, after the failed load of another connector, or if its tokens or keys
+        have changed. Keeps its failed loads."""
         state = self._requests.pop(tracked.request_id, None)
         if state is None:
             return

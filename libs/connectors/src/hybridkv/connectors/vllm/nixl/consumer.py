@@ -94,6 +94,8 @@ class Consumer:
             return
         adapter = b"" if request.lora_request is None else None
         read = self._loads[request.request_id] = _RemoteLoad(request, prompt, adapter)
+        # Workers apply `ended` after `waiting`, so an entry of an earlier request with this id would end the new lease.
+        plan.ended = [name for name in plan.ended if name != request.request_id]
         plan.waiting.append(WaitingRequest(request.request_id, prompt))
         self._set_usable_tokens(read)
 

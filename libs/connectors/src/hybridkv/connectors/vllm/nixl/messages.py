@@ -86,7 +86,8 @@ class NixlStepPlan(KVConnectorMetadata):
     loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     """Consumer: requests that no longer need their producer's blocks. Workers cancel running loads of these requests,
-    and send `LeaseDone` to the producer."""
+    and send `LeaseDone` to the producer. Does not list a request with the id of a later request in `waiting`: workers
+    end its lease when the later one begins."""
 
     @property
     def is_empty(self) -> bool:

@@ -84,7 +84,7 @@ class Producer:
         sets `max_tokens` to 1."""
         self.corrupt_blocks.track(request)
         withheld = self._terms.withheld_tokens
-        if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
+        if not withheld or not may_be_handed_over(request) or request.request_id in self._shortened:
             return
         # The consumer of a request for prompt log-probabilities uses no cache, so it computes the whole prompt.
         if request.num_prompt_tokens > withheld and not compat.skips_prefix_cache(request):
@@ -94,7 +94,7 @@ class Producer:
     def on_allocated(self, request: Request, plan: NixlStepPlan) -> None:
         """Handles the allocation of blocks. The first allocation of a request issues its lease."""
         name = request.request_id
-        if not is_remote_decode(request.kv_transfer_params) or self._slots.of(name) is not None:
+        if not may_be_handed_over(request) or self._slots.of(name) is not None:
             return
         lease = self._slots.issue(name)
         if lease is None:
@@ -162,6 +162,12 @@ class Producer:
             if name in self._offered:
                 self._offered.discard(name)
                 self._slots.retire(name)
+
+
+def may_be_handed_over(request: Request) -> bool:
+    """True if a consumer may load the blocks of this request. False for a session: its next input would follow the
+    shortened prompt, and a copy in host memory may keep a token that the engine drops before this input."""
+    return is_remote_decode(request.kv_transfer_params) and not compat.is_session(request)
 
 
 def has_ended_well(request: Request) -> bool:

@@ -85,13 +85,18 @@ class RemoteLeases:
         return {holder.peer.link for lease in self._leases.values() for holder in lease.holders}
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
-        """Starts to renew a lease. Connects to the producer now, because the load will need the connection."""
+        """Starts to renew a lease. Connects to the producer now, because the load will need the connection. Ends the
+        lease of an earlier request with this id."""
         links = self._peers.rank_links_for_done(len(prompt.ranks))
         holders = tuple(_LeaseHolder(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
+        earlier = self._leases.get(request_id)
+        # The new request may have the same lease, so it is added before the earlier one ends.
         self._leases[request_id] = _RemoteLease(
             prompt, holders, now_s + _renewal_interval_s(prompt), now_s + prompt.lease_seconds
         )
+        if earlier is not None:
+            self._end(earlier, False)
 
     def release_rank(self, request_id: str, rank: int, is_read: bool) -> None:
         """Sends `LeaseDone` to one rank of the producer, if it is connected and no other request shares the lease. The
@@ -107,9 +112,12 @@ class RemoteLeases:
         """Sends `LeaseDone` to all ranks of the producer that have not received it."""
         lease = self._leases.pop(request_id, None)
         if lease is not None:
-            lease.is_read = is_read
-            self._leases[id(lease)] = lease
-            self._release(lease, is_read)
+            self._end(lease, is_read)
+
+    def _end(self, lease: _RemoteLease, is_read: bool) -> None:
+        lease.is_read = is_read
+        self._leases[id(lease)] = lease
+        self._release(lease, is_read)
 
     def tick(self) -> None:
         """Sends due renewals, and `LeaseDone` messages that could not be sent before."""
