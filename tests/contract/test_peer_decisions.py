@@ -274,6 +274,9 @@ def test_a_load_of_an_aborted_request_is_not_a_failure(status: RequestStatus, ou
     counters = consumer.connector.get_kv_connector_stats().data["counters"]
     prompts = [values for name, values, _ in counters if name == "vllm:hybridkv_peer_prompts_total"]
     assert [tuple(values) for values in prompts] == [(outcome,)]
+    if status is RequestStatus.WAITING:
+        answers = [consumer.connector.get_num_new_matched_tokens(request, 0)[0] for _ in range(2)]
+        assert answers == [None, 0], "requests with blocks are scheduled first"
 
 
 @pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)

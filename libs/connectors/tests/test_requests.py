@@ -166,6 +166,14 @@ def test_lookups_are_sent_when_a_request_enters_the_queue(kv_role: Role, hints: 
     assert remote.num_lookups == num_sent, "they are in flight"
 
 
+def test_the_first_lookup_after_a_failed_load_is_deferred() -> None:
+    """The engine then schedules waiting requests that hold blocks, such as sessions, before this one."""
+    scheduler, request = new_scheduler(), new_request()
+    assert scheduler.matched_tokens(request, 0) == 0
+    scheduler._admission.fail(request.request_id, request.num_tokens)
+    assert [scheduler.matched_tokens(request, 0) for _ in range(3)] == [None, 0, 0]
+
+
 def first_key(tracked: TrackedRequest) -> bytes:
     return tracked.keys().key(0, 2 * BLOCK)
 

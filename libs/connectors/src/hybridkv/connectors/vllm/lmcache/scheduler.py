@@ -134,6 +134,8 @@ class LMCacheScheduler:
             self._load_tracker.restart(tracked)
         if not self._loads(request):
             return 0
+        if self._room.take_deferral(request.request_id):
+            return None
         if not is_identified:
             tracked.computed_tokens = computed_tokens
             explanation = explain_adapter_in_doubt(tracked)

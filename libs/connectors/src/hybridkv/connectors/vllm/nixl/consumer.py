@@ -51,8 +51,6 @@ class _RemoteLoad:
     stage: RemoteLoadStage = RemoteLoadStage.WAITING
     computed_tokens: int = 0
     """Tokens that the engine had computed at its last lookup."""
-    skip_once: bool = False
-    """True from a failed load to the next lookup, which is deferred once."""
 
 
 class Consumer:
@@ -127,16 +125,10 @@ class Consumer:
 
         `adapter` is the digest of the content that the engine has, or will load, for the request's adapter; empty
         without an adapter; None if the content is in doubt. Then nothing is loaded.
-
-        The engine first schedules the requests that waited for a load, in order, and stops at the first request that
-        does not fit. These requests hold blocks, except a request with a failed load. If that request does not fit
-        beside later requests, which hold blocks after their loads, no request can continue. So one lookup of the failed
-        request is deferred: this moves it to the other waiting requests.
         """
-        read = self._load_of(request)
-        if read is not None and read.skip_once:
-            read.skip_once = False
+        if self._room.take_deferral(request.request_id):
             return None
+        read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
@@ -186,7 +178,6 @@ class Consumer:
             if read is None or read.stage is not RemoteLoadStage.LOADING:
                 continue
             read.stage = RemoteLoadStage.OVER
-            read.skip_once = name in failed
             self._metrics.count_prompt(_outcome(read.request, name in failed))
             if read.request.is_finished():
                 self._room.release((name,))

@@ -155,6 +155,8 @@ class OffloadScheduler:
         is_identified = self._requests.identify(tracked)
         if not self._kv_role.loads or compat.skips_prefix_cache(request):
             return 0
+        if self._admission.take_deferral(request.request_id):
+            return None
         if not is_identified or not tracked.hints.load:
             self._stack.release(tracked.request_id)
             tracked.computed_tokens, tracked.last_reply = computed_tokens, COMPUTE
