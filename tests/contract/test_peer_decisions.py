@@ -274,6 +274,18 @@ def test_a_load_of_an_aborted_request_is_not_a_failure(status: RequestStatus, ou
     counters = consumer.connector.get_kv_connector_stats().data["counters"]
     prompts = [values for name, values, _ in counters if name == "vllm:hybridkv_peer_prompts_total"]
     assert [tuple(values) for values in prompts] == [(outcome,)]
+    if status is RequestStatus.WAITING:
+        answers = [consumer.connector.get_num_new_matched_tokens(request, 0)[0] for _ in range(2)]
+        assert answers == [None, 0], "requests with blocks are scheduled first"
+
+
+def test_blocks_that_another_connector_loads_lose_their_marks(started: list[Any]) -> None:
+    producer = Half(FULL, "kv_producer", started)
+    request = producer.request("p", 50, dict(PRODUCE))
+    corruption = producer.connector._scheduler._producer.corrupt_blocks
+    corruption._add(13)
+    producer.admit(request, 0)
+    assert not corruption.is_corrupt(13)
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "not sent"])

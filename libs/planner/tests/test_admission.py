@@ -220,6 +220,18 @@ def test_a_request_with_a_failed_load_waits_for_those_that_hold_blocks(
     assert gate_lookup(ALONE, NOT_WAITED, 0.0, RoomBounds(), failed_loads)[0] is Verdict.ADMIT
 
 
+def test_each_failed_load_defers_one_lookup_unless_the_request_was_scheduled_or_has_ended() -> None:
+    admission = LoadAdmission(SPEC, 64)
+    assert not admission.take_deferral("a")
+    for _ in range(2):
+        admission.take("a", 8)
+        admission.fail("a", 8)
+        assert [admission.take_deferral(name) for name in ("b", "a", "a")] == [False, True, False]
+    admission.fail("a", 8)
+    admission.give_back("a")
+    assert not admission.take_deferral("a")
+
+
 def test_an_unchanged_wait_is_the_same_value() -> None:
     wait = RoomWait(3, None)
     assert gate_load(PASSING, wait, 5.0, RoomBounds())[1] is wait

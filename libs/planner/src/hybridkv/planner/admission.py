@@ -185,6 +185,8 @@ class LoadAdmission:
         self._held: dict[str, int] = {}
         self._failed: dict[str, int] = {}
         self._num_held = self._num_failed = 0
+        self._deferrals: set[str] = set()
+        """Requests with a failed load and no lookup since."""
         self.is_idle = True
         """True if no request holds blocks or waits after a failed load: then there is room for every load."""
         self._kept_counts = functools.lru_cache(_KEPT_COUNTS)(self._count)
@@ -209,13 +211,28 @@ class LoadAdmission:
         self._drop_failed(request_id)
         self._failed[request_id] = blocks = self.blocks(num_tokens)
         self._num_failed += blocks
+        self._deferrals.add(request_id)
         self.is_idle = False
+
+    def take_deferral(self, request_id: str) -> bool:
+        """Whether to reply to this lookup that the connector needs more time: True once after each failed load.
+
+        The engine first schedules the requests that waited for a load or for the next input of a session, in order,
+        and stops at the first request that does not fit. These requests hold blocks, except a request with a failed
+        load. If that request does not fit beside the later ones, none of them can continue. The deferral moves it to
+        the requests without blocks (in vLLM 0.30, it only lets the others pass in this step).
+        """
+        if request_id not in self._deferrals:
+            return False
+        self._deferrals.remove(request_id)
+        return True
 
     def give_back(self, request_id: str) -> None:
         """Records that the request was scheduled or has ended."""
         if not self.is_idle:
             self._drop_held(request_id)
             self._drop_failed(request_id)
+            self._deferrals.discard(request_id)
             self.is_idle = not self._held and not self._failed
 
     def _drop_held(self, request_id: str) -> None:

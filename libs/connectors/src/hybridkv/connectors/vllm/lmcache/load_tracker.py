@@ -88,8 +88,6 @@ class RequestLoad:
     limit_chunks: int | None = None
     """Number of chunks before the first bad one, after a failed load."""
     failed_loads: int = 0
-    yields_once: bool = False
-    """The load has failed, and `matched_tokens` was not called since."""
     reason: LookupReason = LookupReason.NOT_STORED
     """Reason of stage `DONE`."""
     detail: str = ""
@@ -207,14 +205,8 @@ class LoadTracker:
         return state
 
     def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
-        """Number of tokens beyond `computed_tokens` that can be loaded; None if the engine must call again.
-
-        After a failed load the first reply is None, so that waiting requests that hold blocks are scheduled first.
-        """
+        """Number of tokens beyond `computed_tokens` that can be loaded; None if the engine must call again."""
         state = self.get(tracked)
-        if state.yields_once:
-            state.yields_once = False
-            return None
         tracked.computed_tokens = computed_tokens
         state = self.poll_lookup(tracked)
         if state.stage is LoadStage.DONE and state.reason is LookupReason.NOT_TAKEN:
@@ -424,7 +416,6 @@ class LoadTracker:
         tracked.forget_progress()
         self._room.fail(request_id, tracked.request.num_tokens)
         state.failed_loads += 1
-        state.yields_once = True
         state.known_chunks = 0
         if bad and state.failed_loads < MAX_FAILED_LOADS:
             state.stage, state.limit_chunks = LoadStage.NEW, min(bad)
@@ -448,7 +439,7 @@ class LoadTracker:
             state.prefix.lookup.drop()
         stage = LoadStage.LOADING if state.stage is LoadStage.LOADING else LoadStage.NEW
         self._requests[tracked.request_id] = RequestLoad(
-            stage, limit_chunks=state.limit_chunks, failed_loads=state.failed_loads, yields_once=state.yields_once
+            stage, limit_chunks=state.limit_chunks, failed_loads=state.failed_loads
         )
 
     def on_request_finished(self, request_id: str) -> None:

@@ -250,6 +250,8 @@ class Selector:
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the chosen child can load after `computed_tokens`, and whether the load is asynchronous.
         None: the engine looks up again in a later step."""
+        if self._admission.take_deferral(request.request_id):
+            return None, False
         if self._prefill_stops is None:
             return self._choose(request, computed_tokens)
         self._prefill_stops.begin(request)

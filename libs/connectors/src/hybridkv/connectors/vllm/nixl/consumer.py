@@ -51,8 +51,6 @@ class _RemoteLoad:
     stage: RemoteLoadStage = RemoteLoadStage.WAITING
     computed_tokens: int = 0
     """Tokens that the engine had computed at its last lookup."""
-    skip_once: bool = False
-    """True from a failed load to the next lookup, which is deferred once."""
 
 
 class Consumer:
@@ -129,16 +127,10 @@ class Consumer:
 
         `adapter` is the digest of the content that the engine has, or will load, for the request's adapter; empty
         without an adapter; None if the content is in doubt. Then nothing is loaded.
-
-        The engine first schedules the requests that waited for a load, in order, and stops at the first request that
-        does not fit. These requests hold blocks, except a request with a failed load. If that request does not fit
-        beside later requests, which hold blocks after their loads, no request can continue. So one lookup of the failed
-        request is deferred: this moves it to the other waiting requests.
         """
-        read = self._load_of(request)
-        if read is not None and read.skip_once:
-            read.skip_once = False
+        if self._room.take_deferral(request.request_id):
             return None
+        read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
@@ -157,19 +149,19 @@ class Consumer:
 
     def on_allocated(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: NixlStepPlan
-    ) -> PromptLoad | None:
-        """Handles the allocation of blocks. Returns the load of `num_external_tokens`; None if the request does not
-        load. Without external tokens the request no longer needs its producer."""
+    ) -> None:
+        """Handles the allocation of blocks. Plans the load of `num_external_tokens`. Without external tokens the request
+        no longer needs its producer."""
         read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
-            return None
+            return
         if num_external_tokens == 0:
             self._end(read, plan)
             if read.adapter is None and not compat.skips_prefix_cache(request):
                 self._refuse(request, "the files of its adapter are not read yet, or their content is in doubt")
             elif read.usable_tokens:
                 self._metrics.count_prompt("held_already")
-            return None
+            return
         read.stage = RemoteLoadStage.LOADING
         self._room.take(request.request_id, request.num_tokens)
         num_tokens = read.computed_tokens + num_external_tokens
@@ -177,9 +169,9 @@ class Consumer:
         if num_tokens != read.usable_tokens:
             refused = f"the engine loads up to token {num_tokens}, but the offer was up to {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
-        load = PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
-        plan.loads.append(load)
-        return load
+        plan.loads.append(
+            PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
+        )
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """Handles loads that all ranks have ended."""
@@ -188,7 +180,6 @@ class Consumer:
             if read is None or read.stage is not RemoteLoadStage.LOADING:
                 continue
             read.stage = RemoteLoadStage.OVER
-            read.skip_once = name in failed
             self._metrics.count_prompt(_outcome(read.request, name in failed))
             if read.request.is_finished():
                 self._room.release((name,))

@@ -60,6 +60,10 @@ class LoadRoom:
         if self._admission is not None:
             self._admission.fail(request_id, num_tokens)
 
+    def take_deferral(self, request_id: str) -> bool:
+        """See `LoadAdmission.take_deferral`. False if a parent connector admits loads."""
+        return self._admission is not None and self._admission.take_deferral(request_id)
+
     def release(self, request_ids: Iterable[str]) -> None:
         """Releases the blocks of requests that were scheduled or have ended."""
         if self._admission is None:
