@@ -150,8 +150,8 @@ class Consumer:
     def on_allocated(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: NixlStepPlan
     ) -> None:
-        """Handles the allocation of blocks. Plans the load of `num_external_tokens`. Without external tokens the request
-        no longer needs its producer."""
+        """Handles the allocation of blocks. Plans the load of `num_external_tokens`. Without external tokens, the
+        request no longer needs its producer."""
         read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return
