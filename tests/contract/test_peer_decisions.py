@@ -279,6 +279,15 @@ def test_a_load_of_an_aborted_request_is_not_a_failure(status: RequestStatus, ou
         assert answers == [None, 0], "requests with blocks are scheduled first"
 
 
+def test_blocks_that_another_connector_loads_lose_their_marks(started: list[Any]) -> None:
+    producer = Half(FULL, "kv_producer", started)
+    request = producer.request("p", 50, dict(PRODUCE))
+    corruption = producer.connector._scheduler._producer.corrupt_blocks
+    corruption._add(13)
+    producer.admit(request, 0)
+    assert not corruption.is_corrupt(13)
+
+
 @pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
 def test_an_engine_acts_only_in_its_own_role(mix: Mix, started: list[Any]) -> None:
     """A prefill-only engine reads nothing, whatever a request contains, and a decode-only engine holds nothing."""

@@ -187,6 +187,18 @@ def test_a_request_without_loads_locks_nothing_while_it_waits(kv_role: Role, par
     assert (store.start_chunk, len(store.digests)) == (2, 3)
 
 
+@pytest.mark.parametrize("computed_tokens", [0, BLOCK])
+def test_blocks_that_another_connector_loads_lose_their_marks(engine: FakeEngine, computed_tokens: int) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    blocks = engine.new_blocks(request, 2 * BLOCK)
+    marked = blocks.blocks[0][1].block_id
+    engine.half._engine_corruption._add(marked)
+    request.num_computed_tokens = computed_tokens
+    engine.half.on_allocated(request, blocks, 0)
+    assert engine.half._engine_corruption.is_corrupt(marked) is (computed_tokens > 0)
+
+
 def test_a_prefix_loaded_by_another_connector_is_not_kept_locked(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)

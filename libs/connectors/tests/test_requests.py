@@ -17,7 +17,8 @@ from test_lookups import FULL, make_layout
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from hybridkv.canonical import LayerLayout
@@ -172,6 +173,17 @@ def test_the_first_lookup_after_a_failed_load_is_deferred() -> None:
     assert scheduler.matched_tokens(request, 0) == 0
     scheduler._admission.fail(request.request_id, request.num_tokens)
     assert [scheduler.matched_tokens(request, 0) for _ in range(3)] == [None, 0, 0]
+
+
+@pytest.mark.parametrize("computed_tokens", [0, BLOCK])
+def test_blocks_that_another_connector_loads_lose_their_marks(computed_tokens: int) -> None:
+    scheduler, request = new_scheduler(), new_request()
+    corruption = scheduler._engine_corruption
+    corruption._add(5)
+    assert scheduler.matched_tokens(request, 0) == 0
+    request.num_computed_tokens = computed_tokens
+    scheduler.on_allocated(request, KVCacheBlocks(([KVCacheBlock(5)],)), 0)
+    assert corruption.is_corrupt(5) is (computed_tokens > 0), "a session that continues keeps its blocks"
 
 
 def first_key(tracked: TrackedRequest) -> bytes:

@@ -12,7 +12,14 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -249,10 +256,18 @@ def test_a_block_reused_by_another_request_is_right_again() -> None:
 def test_a_block_computed_or_loaded_again_is_right_despite_an_equal_hash() -> None:
     bench = misled_bench()
     bench.step(gone=["misled"])
-    table: Any = SimpleNamespace(blocks=[[SimpleNamespace(block_id=each)] for each in (0, 4)])
-    bench.wrong.unmark_loaded(table, 0)
+    bench.wrong.unmark_allocated(KVCacheBlocks(([], [KVCacheBlock(4)])))
     assert bench.step({"loaded": (16, ([10], [4])), "computes": (0, ([12], [6]))}) == set()
     assert not bench.wrong.is_corrupt(6)
+
+
+def test_blocks_of_a_hit_keep_their_marks_and_new_ones_lose_theirs() -> None:
+    bench = misled_bench()
+    bench.step(gone=["misled"])
+    hit = KVCacheBlock(4)
+    hit.set_block_hash(make_block_hash_with_group_id(BlockHash(b"full"), ATTENTION))
+    bench.wrong.unmark_allocated(KVCacheBlocks(([], [hit, KVCacheBlock(6)])))
+    assert bench.wrong.is_corrupt(4) and not bench.wrong.is_corrupt(6)
 
 
 def test_a_copy_of_a_wrong_block_is_wrong() -> None:

@@ -153,6 +153,8 @@ class LMCacheScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the external tokens into the allocated blocks."""
         tracked = self.track(request)
+        if request.num_computed_tokens == 0:
+            self._engine_corruption.unmark_allocated(blocks)
         if tracked.request_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
             # vLLM did not call `matched_tokens` for this request, but the request's chunks may be stored.
             self._requests.identify(tracked)
@@ -160,7 +162,6 @@ class LMCacheScheduler:
             return
         load = self._load_tracker.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._engine_corruption.unmark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Once per step.

@@ -147,19 +147,19 @@ class Consumer:
 
     def on_allocated(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: NixlStepPlan
-    ) -> PromptLoad | None:
-        """Handles the allocation of blocks. Returns the load of `num_external_tokens`; None if the request does not
-        load. Without external tokens the request no longer needs its producer."""
+    ) -> None:
+        """Handles the allocation of blocks. Plans the load of `num_external_tokens`. Without external tokens the
+        request no longer needs its producer."""
         read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
-            return None
+            return
         if num_external_tokens == 0:
             self._end(read, plan)
             if read.adapter is None and not compat.skips_prefix_cache(request):
                 self._refuse(request, "the files of its adapter are not read yet, or their content is in doubt")
             elif read.usable_tokens:
                 self._metrics.count_prompt("held_already")
-            return None
+            return
         read.stage = RemoteLoadStage.LOADING
         self._room.take(request.request_id, request.num_tokens)
         num_tokens = read.computed_tokens + num_external_tokens
@@ -167,9 +167,9 @@ class Consumer:
         if num_tokens != read.usable_tokens:
             refused = f"the engine loads up to token {num_tokens}, but the offer was up to {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
-        load = PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
-        plan.loads.append(load)
-        return load
+        plan.loads.append(
+            PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
+        )
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """Handles loads that all ranks have ended."""

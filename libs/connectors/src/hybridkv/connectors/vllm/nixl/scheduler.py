@@ -134,11 +134,11 @@ class NixlScheduler:
                 # vLLM may not have called `matched_tokens` for this request.
                 self._admitted_adapter(request)
         if self._producer is not None:
+            if request.num_computed_tokens == 0:
+                self._producer.corrupt_blocks.unmark_allocated(blocks)
             self._producer.on_allocated(request, self._plan)
         if self._consumer is not None:
-            load = self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
-            if load is not None and self._producer is not None:
-                self._producer.corrupt_blocks.unmark_loaded(blocks, load.computed_tokens)
+            self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of the request; see `Producer.finish`."""

@@ -172,6 +172,8 @@ class OffloadScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the request's external tokens into the blocks that the engine has allocated."""
         tracked = self.track(request)
+        if request.num_computed_tokens == 0:
+            self._engine_corruption.unmark_allocated(blocks)
         # After a load the engine calls again, without external tokens.
         tracked.resumed_tokens = max(request.num_computed_tokens, tracked.computed_tokens + num_external_tokens)
         if tracked.last_reply is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
@@ -193,7 +195,6 @@ class OffloadScheduler:
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._engine_corruption.unmark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Called once in each step.

@@ -259,10 +259,15 @@ class CorruptBlocks:
             metrics.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
         return states
 
-    def unmark_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
-        """Removes the marks of blocks that the engine allocated for a load, because the loaded content is correct."""
+    def unmark_allocated(self, blocks: KVCacheBlocks) -> None:
+        """Removes the marks of a request's blocks without a hash, when the engine has allocated them and before any
+        load. These blocks are new: the engine finds blocks of its own hit by their hash. Another connector may load
+        into them."""
         if self._corrupt:
-            self._clear_from([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
+            for group in blocks.blocks:
+                for block in group:
+                    if block.block_hash is None:
+                        self._corrupt.pop(block.block_id, None)
 
     def _clear_from(self, table: Sequence[Sequence[int]], computed_tokens: int) -> None:
         for block_tokens, block_ids in zip(self._block_tokens, table, strict=True):
