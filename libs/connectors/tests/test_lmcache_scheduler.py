@@ -652,17 +652,22 @@ def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
     assert is_clean(engine)
 
 
+def admit_with_a_chunk(engine: FakeEngine, request: Any) -> None:
+    """The engine admits a request. Another connector loads its first chunk, or the engine has it."""
+    engine.half.track(request)
+    engine.server.answer(0)
+    engine.half.matched_tokens(request, 0)
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    request.num_computed_tokens = CHUNK
+
+
 def test_stores_of_a_request_whose_load_within_the_step_fails_are_dropped(engine: FakeEngine) -> None:
     """Another connector loads. The server must not get the bytes before the step reports whether the load failed."""
     requests = {
         name: new_request(name, tuple(range(base, base + len(PROMPT)))) for base, name in ((0, "bad"), (500, "good"))
     }
     for request in requests.values():
-        engine.half.track(request)
-        engine.server.answer(0)
-        engine.half.matched_tokens(request, 0)
-        engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
-        request.num_computed_tokens = CHUNK
+        admit_with_a_chunk(engine, request)
     num_new = len(PROMPT) - CHUNK
     bad, good = engine.step(dict.fromkeys(requests, num_new), synchronous=dict.fromkeys(requests, CHUNK)).stores
     assert bad.is_held and good.is_held
@@ -670,5 +675,32 @@ def test_stores_of_a_request_whose_load_within_the_step_fails_are_dropped(engine
     engine.tell({good.store_id: StoreOutcome(1)})
     releases = {each.store_id: each.is_good for each in engine.step().releases}
     assert releases == {bad.store_id: False, good.store_id: True}
+    finish(engine, *requests.values())
+    assert is_clean(engine)
+
+
+def test_stores_are_held_only_while_a_load_within_the_step_may_still_fail(engine: FakeEngine) -> None:
+    requests = {
+        name: new_request(name, tuple(range(base, base + len(PROMPT))))
+        for base, name in ((0, "loads"), (500, "next"), (900, "later"))
+    }
+    for request in requests.values():
+        admit_with_a_chunk(engine, request)
+    (held,) = engine.step({"loads": CHUNK}, synchronous={"loads": CHUNK}).stores
+    # With asynchronous scheduling, this step is planned before the report. The request may use the loaded blocks.
+    (also_held,) = engine.step({"next": CHUNK}, admitted={"next": CHUNK}).stores
+    assert held.is_held and also_held.is_held
+    engine.tell({held.store_id: StoreOutcome(1), also_held.store_id: StoreOutcome(1)})
+    requests["loads"].num_computed_tokens = 2 * CHUNK
+    num_new = len(PROMPT) - CHUNK
+    free = engine.step({"loads": num_new - CHUNK, "later": num_new}, admitted={"later": CHUNK}).stores
+    assert len(free) == 2 and not any(store.is_held for store in free)
+    for store in free:
+        engine.tell({store.store_id: StoreOutcome(1)})
+    # Another request fails to load a block that was in the request's table at its start.
+    reused = engine.tables["loads"][0][0].block_id
+    engine.tell(invalid_block_ids=[reused])
+    tracked = engine.half._requests.get("loads")
+    assert tracked is not None and tracked.is_storable and tracked.step_load is None
     finish(engine, *requests.values())
     assert is_clean(engine)

@@ -13,13 +13,12 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
-from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, first_failed
+from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, StepLoad
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
@@ -120,8 +119,8 @@ class _LMCacheStore:
     num_bytes: int
     ranks_left: int
     adapter_version: AdapterVersion | None
-    admitted_blocks: Sequence[Sequence[int]]
-    """`TrackedRequest.admitted_blocks` when the store was planned."""
+    step_load: StepLoad | None
+    """`TrackedRequest.step_load` when the store was planned."""
     is_held: bool
     """The worker sends the store to the server only after a `StoreRelease`."""
     failure: str | None = None
@@ -130,7 +129,7 @@ class _LMCacheStore:
 
 def _must_hold(tracked: TrackedRequest) -> bool:
     """Whether the stores of a request must be checked before they are sent to the server."""
-    return tracked.adapter_version is not None or bool(tracked.admitted_blocks)
+    return tracked.adapter_version is not None or tracked.step_load is not None
 
 
 class StoreTracker:
@@ -203,7 +202,7 @@ class StoreTracker:
             num_bytes,
             self._layout.world_size,
             tracked.adapter_version,
-            tracked.admitted_blocks,
+            tracked.step_load,
             is_held,
         )
         digests = tuple(self._load_tracker.digests(tracked, end))
@@ -247,13 +246,6 @@ class StoreTracker:
     def has_work(self) -> bool:
         return bool(self._stores or self._releases)
 
-    def on_failed_loads(self, failed_blocks: AbstractSet[int]) -> None:
-        """Drops the stores of requests that use these blocks, which another connector failed to load. Must be called
-        before `on_ended` with the outcomes of the same step."""
-        for in_flight in self._stores.values():
-            if first_failed(in_flight.admitted_blocks, failed_blocks):
-                in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
-
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
         """Records stores that ranks have ended: copied or failed."""
 
@@ -274,6 +266,8 @@ class StoreTracker:
     def _settle(
         self, store_id: int, in_flight: _LMCacheStore, is_valid: Callable[[AdapterVersion | None], bool]
     ) -> None:
+        if in_flight.step_load is not None and in_flight.step_load.has_failed:
+            in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
         if in_flight.failure is None and not is_valid(in_flight.adapter_version):
             in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
         if in_flight.is_held:
