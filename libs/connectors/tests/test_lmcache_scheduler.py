@@ -10,6 +10,7 @@ from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW
 
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache import load_tracker
 from hybridkv.connectors.vllm.lmcache.load_tracker import SUSPECT_S
@@ -704,3 +705,14 @@ def test_stores_are_held_only_while_a_load_within_the_step_may_still_fail(engine
     assert tracked is not None and tracked.is_storable and tracked.step_load is None
     finish(engine, *requests.values())
     assert is_clean(engine)
+
+
+def test_reports_of_blocks_that_are_in_no_table_are_ignored(engine: FakeEngine) -> None:
+    """The null block stands in the tables of many requests. The engine asserts that a block exists."""
+    request = new_request("good", PROMPT)
+    admit_with_a_chunk(engine, request)
+    engine.tables["good"][0][0] = engine.pool.null_block
+    (store,) = engine.step({"good": CHUNK}, synchronous={"good": CHUNK}).stores
+    engine.tell({store.store_id: StoreOutcome(1)}, invalid_block_ids=[NULL_BLOCK, len(engine.pool.blocks), -1])
+    (release,) = engine.step().releases
+    assert release.is_good

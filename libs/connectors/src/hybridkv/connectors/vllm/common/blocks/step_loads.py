@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +102,7 @@ class StepLoads:
         """Stops the stores of requests that use blocks of failed loads, or content that was computed from them, until
         these requests start over. Evicts the blocks, and the later blocks of these requests, from the engine's prefix
         cache. Must be called before the stores that ended in the same step are settled."""
+        failed_blocks = failed_blocks - {NULL_BLOCK}
         wrong_hashes = set()
         """First wrong hash of each prefix. Of a prefix that left the window, a later request may have no block."""
         for load in self._open:
@@ -125,4 +127,5 @@ class StepLoads:
                     load.tracked.request.num_tokens,
                 )
         if self._pool is not None:
-            compat.evict_cached_blocks(self._pool, failed_blocks)
+            num_blocks = len(self._pool.blocks)
+            compat.evict_cached_blocks(self._pool, [each for each in failed_blocks if 0 <= each < num_blocks])
