@@ -275,8 +275,9 @@ class StoreTracker:
         outcome = "stored"
         if in_flight.failure is not None:
             outcome = "failed"
-            # A lookup ends at the first missing chunk, so later chunks are useless.
-            in_flight.tracked.is_storable = False
+            if in_flight.reason != STORE_FAILURE_REASON:  # else `StepLoads` has decided, and the request may start over
+                # A lookup ends at the first missing chunk, so later chunks are useless.
+                in_flight.tracked.is_storable = False
             logger.warning("%d pages were not stored: %s", len(in_flight.blocks), in_flight.failure)
             self._metrics.store_failed(in_flight.reason or "io")
         else:
