@@ -718,14 +718,20 @@ def test_reports_of_blocks_that_are_in_no_table_are_ignored(engine: FakeEngine) 
     assert release.is_good
 
 
-def test_a_request_that_was_preempted_before_the_report_of_its_failed_load_stores_again(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "store"])
+def test_a_request_that_starts_over_before_a_failure_is_reported_stores_again(
+    engine: FakeEngine, is_load: bool
+) -> None:
     request = new_request("bad", PROMPT)
     admit_with_a_chunk(engine, request)
     (store,) = engine.step({"bad": CHUNK}, synchronous={"bad": CHUNK}).stores
     request.num_preemptions += 1
     request.num_computed_tokens = 0
-    engine.step(preempted=["bad"])  # planned while the step of the load is in flight
-    engine.tell({store.store_id: StoreOutcome(1)}, invalid_block_ids=[engine.tables["bad"][0][0].block_id])
+    engine.step(preempted=["bad"])  # planned while the step of the load and store is in flight
+    if is_load:
+        engine.tell({store.store_id: StoreOutcome(1)}, invalid_block_ids=[engine.tables["bad"][0][0].block_id])
+    else:
+        engine.tell({store.store_id: StoreOutcome(1, "the copy failed", "io")})
     admit_with_a_chunk(engine, request)
     request.num_computed_tokens = 0
     plan = engine.step({"bad": len(PROMPT)})

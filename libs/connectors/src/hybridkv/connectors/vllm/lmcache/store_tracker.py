@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STO
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, PrefixChain, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, StoreRelease
@@ -114,6 +114,8 @@ def state_copies(spec: CacheSpec, states: Sequence[State], num_tokens: int) -> l
 @dataclass(slots=True)
 class _LMCacheStore:
     tracked: TrackedRequest
+    chain: PrefixChain
+    """`TrackedRequest.chain` when the store was planned. A request that starts over gets a new one."""
     copies: list[PageCopy]
     blocks: list[KVCacheBlock]
     num_bytes: int
@@ -197,6 +199,7 @@ class StoreTracker:
         store_id = next(self._store_ids)
         self._stores[store_id] = _LMCacheStore(
             tracked,
+            tracked.chain,
             copies,
             self._pins.pin(block_ids),
             num_bytes,
@@ -275,7 +278,7 @@ class StoreTracker:
         outcome = "stored"
         if in_flight.failure is not None:
             outcome = "failed"
-            if in_flight.reason != STORE_FAILURE_REASON:  # else `StepLoads` has decided, and the request may start over
+            if in_flight.tracked.chain is in_flight.chain:  # else the request has started over
                 # A lookup ends at the first missing chunk, so later chunks are useless.
                 in_flight.tracked.is_storable = False
             logger.warning("%d pages were not stored: %s", len(in_flight.blocks), in_flight.failure)
