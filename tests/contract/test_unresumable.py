@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import stores
@@ -243,12 +243,6 @@ def test_experts_are_no_reason_for_a_refusal_if_no_tokens_without_them_are_loade
     assert needs_routing()
     monkeypatch.setattr(configs.vllm.kv_transfer_config, "kv_role", "kv_producer")
     assert not needs_routing()
-
-
-def test_the_option_of_older_engines_is_read() -> None:
-    model = SimpleNamespace(enable_return_routed_experts=True)
-    assert compat.returns_routing(cast(Any, SimpleNamespace(model_config=model)))
-    assert not compat.returns_routing(configure().vllm)
 
 
 @pytest.mark.parametrize("is_supported", [True, False])

@@ -256,11 +256,17 @@ def test_nothing_is_stored_after_a_failed_load_of_another_child_within_the_step(
         invalid.clear()
         return taken
 
-    report = FakeRunner._report
+    report, write = FakeRunner._report, FakeRunner._write
 
     def report_others(runner: FakeRunner, plane: Any, item: Any, *rest: Any) -> None:
-        if item.request_id != "fails":  # its first step computes with the wrong content, as it would in vLLM
+        if item.request_id != "fails":  # it reads the wrong content before the failure is reported, as in vLLM
             report(runner, plane, item, *rest)
+
+    def write_wrong(runner: FakeRunner, plane: Any, item: Any) -> None:
+        """Writes what a request computes from the wrong content."""
+        was_misled, item.running.is_misled = item.running.is_misled, item.request_id == "fails"
+        write(runner, plane, item)
+        item.running.is_misled = was_misled
 
     monkeypatch.setattr(FakeRunner, "_report", report_others)
     monkeypatch.setattr(BlockStoreConnector, "get_block_ids_with_load_errors", take)
@@ -271,16 +277,19 @@ def test_nothing_is_stored_after_a_failed_load_of_another_child_within_the_step(
         for child in children:
             del child["kv_connector_extra_config"]["load_weight"]
             child["kv_role"] = "kv_both"
-    settings = EngineSettings(num_blocks=200, connector=Connector(parent, extra), async_scheduling=is_async)
-    prompt = list(range(70))
+    settings = EngineSettings(
+        num_blocks=200, connector=Connector(parent, extra), async_scheduling=is_async, max_step_tokens=64
+    )
+    prompt = list(range(150))
     with OracleEngine(DENSE, settings) as engine:
-        engine.submit("cold", prompt, 2)
+        engine.submit("cold", prompt[:34], 2)
         engine.drain()
         theirs, ours = engine.scheduler_connector._connectors  # type: ignore[union-attr]
         ours.reset_cache()  # as after a restart: only the other store has the prefix now
         engine.reset_prefix_cache()
         with monkeypatch.context() as patch:
             patch.setattr(BlockStoreConnector, "start_load_kv", fail)
+            patch.setattr(FakeRunner, "_write", write_wrong)
             engine.submit("fails", prompt, 2)
             for _ in range(num_steps):
                 engine.step()
@@ -293,8 +302,38 @@ def test_nothing_is_stored_after_a_failed_load_of_another_child_within_the_step(
         engine.drain()
         assert ours._scheduler._stack.primary.used_bytes > 0, "another request stores the prefix"
         theirs.reset_cache()
-        warm(engine, "last", len(prompt))
-        assert engine.restored_tokens == 2 * 64
+        engine.submit("longer", [*prompt, *range(1000, 1060)], 2)
+        engine.drain()
+        theirs.reset_cache()
+        engine.reset_prefix_cache()
+        restored_tokens = engine.restored_tokens
+        engine.submit("last", [*prompt, *range(1000, 1060)], 2)
+        engine.drain()
+        assert engine.restored_tokens == restored_tokens + 208
+
+
+def test_the_flush_at_shutdown_drops_stores_only_while_a_load_within_the_step_may_still_fail() -> None:
+    connector = multi(foreign(DENSE, "sync", 0, 0, 4.0), offload(16))
+    with OracleEngine(DENSE, EngineSettings(num_blocks=200, connector=connector)) as engine:
+        engine.submit("cold", list(range(34)), 2)
+        engine.drain()
+        ours = engine.scheduler_connector._connectors[1]  # type: ignore[union-attr]
+        ours.reset_cache()
+        engine.reset_prefix_cache()
+        engine.submit("loads", list(range(64)), 40)
+        stores, failures = ours._scheduler._stores, []
+        plan = stores.plan
+
+        def plan_and_flush(*arguments: Any) -> Any:
+            store = plan(*arguments)
+            if store is not None:
+                stores.drop_unconfirmed()
+                failures.append(stores._stores[store.store_id].reason)
+            return store
+
+        stores.plan = plan_and_flush
+        engine.drain()
+        assert failures == ["closed", None, None]
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])

@@ -215,9 +215,10 @@ class FakeEngine:
         finished: Sequence[str] = (),
         states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
         synchronous: Mapping[str, int] | None = None,
+        admitted: Mapping[str, int] | None = None,
     ) -> LMCachePlan:
         """The plan of one step. `synchronous`: requests with a load of another connector within the step, each with its
-        computed tokens."""
+        computed tokens. `admitted`: other requests that start in the step, each with its computed tokens."""
         state = SimpleNamespace(
             boundary_state_offloads=dict(states or {}),
             resolve_block_ids=lambda name: [
@@ -231,7 +232,8 @@ class FakeEngine:
             kv_connector_block_state=state,
             has_sync_kv_loads=bool(synchronous),
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=name, num_computed_tokens=number) for name, number in (synchronous or {}).items()
+                SimpleNamespace(req_id=name, num_computed_tokens=number)
+                for name, number in {**(synchronous or {}), **(admitted or {})}.items()
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[], num_computed_tokens=[], resumed_req_ids=set(), new_block_ids=[]

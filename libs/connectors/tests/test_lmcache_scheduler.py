@@ -10,6 +10,7 @@ from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW
 
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache import load_tracker
 from hybridkv.connectors.vllm.lmcache.load_tracker import SUSPECT_S
@@ -680,17 +681,22 @@ def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
     assert is_clean(engine)
 
 
+def admit_with_a_chunk(engine: FakeEngine, request: Any) -> None:
+    """The engine admits a request. Another connector loads its first chunk, or the engine has it."""
+    engine.half.track(request)
+    engine.server.answer(0)
+    engine.half.matched_tokens(request, 0)
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    request.num_computed_tokens = CHUNK
+
+
 def test_stores_of_a_request_whose_load_within_the_step_fails_are_dropped(engine: FakeEngine) -> None:
     """Another connector loads. The server must not get the bytes before the step reports whether the load failed."""
     requests = {
         name: new_request(name, tuple(range(base, base + len(PROMPT)))) for base, name in ((0, "bad"), (500, "good"))
     }
     for request in requests.values():
-        engine.half.track(request)
-        engine.server.answer(0)
-        engine.half.matched_tokens(request, 0)
-        engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
-        request.num_computed_tokens = CHUNK
+        admit_with_a_chunk(engine, request)
     num_new = len(PROMPT) - CHUNK
     bad, good = engine.step(dict.fromkeys(requests, num_new), synchronous=dict.fromkeys(requests, CHUNK)).stores
     assert bad.is_held and good.is_held
@@ -700,3 +706,61 @@ def test_stores_of_a_request_whose_load_within_the_step_fails_are_dropped(engine
     assert releases == {bad.store_id: False, good.store_id: True}
     finish(engine, *requests.values())
     assert is_clean(engine)
+
+
+def test_stores_are_held_only_while_a_load_within_the_step_may_still_fail(engine: FakeEngine) -> None:
+    requests = {
+        name: new_request(name, tuple(range(base, base + len(PROMPT))))
+        for base, name in ((0, "loads"), (500, "next"), (900, "later"))
+    }
+    for request in requests.values():
+        admit_with_a_chunk(engine, request)
+    (held,) = engine.step({"loads": CHUNK}, synchronous={"loads": CHUNK}).stores
+    # With asynchronous scheduling, this step is planned before the report. The request may use the loaded blocks.
+    (also_held,) = engine.step({"next": CHUNK}, admitted={"next": CHUNK}).stores
+    assert held.is_held and also_held.is_held
+    engine.tell({held.store_id: StoreOutcome(1), also_held.store_id: StoreOutcome(1)})
+    requests["loads"].num_computed_tokens = 2 * CHUNK
+    num_new = len(PROMPT) - CHUNK
+    free = engine.step({"loads": num_new - CHUNK, "later": num_new}, admitted={"later": CHUNK}).stores
+    assert len(free) == 2 and not any(store.is_held for store in free)
+    for store in free:
+        engine.tell({store.store_id: StoreOutcome(1)})
+    # Another request fails to load a block that was in the request's table at its start.
+    reused = engine.tables["loads"][0][0].block_id
+    engine.tell(invalid_block_ids=[reused])
+    tracked = engine.half._requests.get("loads")
+    assert tracked is not None and tracked.is_storable and tracked.step_load is None
+    finish(engine, *requests.values())
+    assert is_clean(engine)
+
+
+def test_reports_of_blocks_that_are_in_no_table_are_ignored(engine: FakeEngine) -> None:
+    """The null block stands in the tables of many requests. The engine asserts that a block exists."""
+    request = new_request("good", PROMPT)
+    admit_with_a_chunk(engine, request)
+    engine.tables["good"][0][0] = engine.pool.null_block
+    (store,) = engine.step({"good": CHUNK}, synchronous={"good": CHUNK}).stores
+    engine.tell({store.store_id: StoreOutcome(1)}, invalid_block_ids=[NULL_BLOCK, len(engine.pool.blocks), -1])
+    (release,) = engine.step().releases
+    assert release.is_good
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "store"])
+def test_a_request_that_starts_over_before_a_failure_is_reported_stores_again(
+    engine: FakeEngine, is_load: bool
+) -> None:
+    request = new_request("bad", PROMPT)
+    admit_with_a_chunk(engine, request)
+    (store,) = engine.step({"bad": CHUNK}, synchronous={"bad": CHUNK}).stores
+    request.num_preemptions += 1
+    request.num_computed_tokens = 0
+    engine.step(preempted=["bad"])  # planned while the step of the load and store is in flight
+    if is_load:
+        engine.tell({store.store_id: StoreOutcome(1)}, invalid_block_ids=[engine.tables["bad"][0][0].block_id])
+    else:
+        engine.tell({store.store_id: StoreOutcome(1, "the copy failed", "io")})
+    admit_with_a_chunk(engine, request)
+    request.num_computed_tokens = 0
+    plan = engine.step({"bad": len(PROMPT)})
+    assert not plan.releases[0].is_good and plan.stores

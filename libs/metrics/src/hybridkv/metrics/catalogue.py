@@ -307,7 +307,7 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "stores",
             "Failed stores, by the tier's reason, or `adapter` if the files of an adapter changed, or `failed_load` if "
-            "another connector failed to load blocks of the request.",
+            "another connector failed to load blocks that the request uses.",
             (Label("reason", (*_FAILURES, "adapter", "failed_load")),),
             panel=Panel(Section.STORES, "Failed stores"),
         ),

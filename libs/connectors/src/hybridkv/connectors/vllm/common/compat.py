@@ -391,16 +391,14 @@ def has_loads_within(scheduler_output: SchedulerOutput) -> bool:
 
 def returns_routing(vllm_config: VllmConfig) -> bool:
     """Whether the engine returns the experts of each token, also of tokens that it did not compute
-    (`--enable-return-routed-experts`)."""
+    (`--enable-return-routed-experts`). False in vLLM 0.30, which refuses the option with a connector."""
     output = getattr(vllm_config, "aux_output_config", None)
-    if output is not None:
-        return bool(output.enabled)
-    return bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False))
+    return output is not None and bool(output.enabled)
 
 
 def limits_loads_to_known_routing() -> bool:
     """Whether the engine refuses a load of tokens whose experts it does not know. Before vLLM 0.33 it does not, and
-    then raises an error in the worker, or returns the experts of other tokens."""
+    then raises an error in the worker."""
     try:
         from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
     except ImportError:

@@ -30,6 +30,8 @@ from hybridkv.tiers import Extends
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from hybridkv.connectors.vllm.common.blocks.step_loads import StepLoad
+
 NULL_BLOCK = 0
 """Block id of the null block in the engine's tables."""
 
@@ -143,9 +145,8 @@ class TrackedRequest:
     """Whether the request may store. False until the request starts over: after a reset, if it had started before;
     after it continued from a corrupt block, or from blocks of another connector's failed load; for LMCache, after a
     failed store."""
-    admitted_blocks: Sequence[Sequence[int]] = ()
-    """Block table at the start of the request, by group, if another connector may have loaded blocks of it within a
-    step; else empty. See `StepLoads`."""
+    step_load: StepLoad | None = None
+    """Load of another connector within a step in flight, which the request may use."""
     planned_chunks: tuple[int, int] = (0, 0)
     """Numbers of complete chunks when stores were last planned: without a drafter's lookahead, and with it."""
     idle_below_tokens: int = 0
@@ -251,7 +252,7 @@ class TrackedRequest:
         """Resets the progress: the engine starts the request over, or the keys change. Allows stores again. With an
         adapter, drops the keys until the next `Requests.identify`."""
         self.stored_tokens, self.chain = 0, PrefixChain()
-        self.is_storable, self.admitted_blocks = True, ()
+        self.is_storable, self.step_load = True, None
         self.planned_chunks, self.idle_below_tokens = (0, 0), 0
         self.measured, self.checkpoint_state = None, self.checkpoint_state.started_over()
         self.stage, self.last_reply = life.start_over(self.stage), None

@@ -82,7 +82,7 @@ class LMCacheScheduler:
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
         self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
-        self._step_loads = StepLoads(self._requests)
+        self._step_loads = StepLoads(self._requests, layout)
         self._planned_loads: list[PageLoad] = []
         self._has_sent_namespace = False
 
@@ -233,7 +233,6 @@ class LMCacheScheduler:
         """Handles ended stores and loads."""
         if output.invalid_block_ids:
             self._step_loads.on_failed(output.invalid_block_ids)
-            self._store_tracker.on_failed_loads(output.invalid_block_ids)
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._store_tracker.on_ended(outcome.stores)

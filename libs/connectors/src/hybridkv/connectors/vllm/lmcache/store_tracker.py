@@ -13,17 +13,16 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
-from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, first_failed
+from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, StepLoad
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, PrefixChain, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, StoreRelease
@@ -115,13 +114,15 @@ def state_copies(spec: CacheSpec, states: Sequence[State], num_tokens: int) -> l
 @dataclass(slots=True)
 class _LMCacheStore:
     tracked: TrackedRequest
+    chain: PrefixChain
+    """`TrackedRequest.chain` when the store was planned. A request that starts over gets a new one."""
     copies: list[PageCopy]
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
     adapter_version: AdapterVersion | None
-    admitted_blocks: Sequence[Sequence[int]]
-    """`TrackedRequest.admitted_blocks` when the store was planned."""
+    step_load: StepLoad | None
+    """`TrackedRequest.step_load` when the store was planned."""
     is_held: bool
     """The worker sends the store to the server only after a `StoreRelease`."""
     failure: str | None = None
@@ -130,7 +131,7 @@ class _LMCacheStore:
 
 def _must_hold(tracked: TrackedRequest) -> bool:
     """Whether the stores of a request must be checked before they are sent to the server."""
-    return tracked.adapter_version is not None or bool(tracked.admitted_blocks)
+    return tracked.adapter_version is not None or tracked.step_load is not None
 
 
 class StoreTracker:
@@ -198,12 +199,13 @@ class StoreTracker:
         store_id = next(self._store_ids)
         self._stores[store_id] = _LMCacheStore(
             tracked,
+            tracked.chain,
             copies,
             self._pins.pin(block_ids),
             num_bytes,
             self._layout.world_size,
             tracked.adapter_version,
-            tracked.admitted_blocks,
+            tracked.step_load,
             is_held,
         )
         digests = tuple(self._load_tracker.digests(tracked, end))
@@ -247,13 +249,6 @@ class StoreTracker:
     def has_work(self) -> bool:
         return bool(self._stores or self._releases)
 
-    def on_failed_loads(self, failed_blocks: AbstractSet[int]) -> None:
-        """Drops the stores of requests that use these blocks, which another connector failed to load. Must be called
-        before `on_ended` with the outcomes of the same step."""
-        for in_flight in self._stores.values():
-            if first_failed(in_flight.admitted_blocks, failed_blocks):
-                in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
-
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
         """Records stores that ranks have ended: copied or failed."""
 
@@ -274,6 +269,8 @@ class StoreTracker:
     def _settle(
         self, store_id: int, in_flight: _LMCacheStore, is_valid: Callable[[AdapterVersion | None], bool]
     ) -> None:
+        if in_flight.step_load is not None and in_flight.step_load.has_failed:
+            in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
         if in_flight.failure is None and not is_valid(in_flight.adapter_version):
             in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
         if in_flight.is_held:
@@ -281,8 +278,9 @@ class StoreTracker:
         outcome = "stored"
         if in_flight.failure is not None:
             outcome = "failed"
-            # A lookup ends at the first missing chunk, so later chunks are useless.
-            in_flight.tracked.is_storable = False
+            if in_flight.tracked.chain is in_flight.chain:  # else the request has started over
+                # A lookup ends at the first missing chunk, so later chunks are useless.
+                in_flight.tracked.is_storable = False
             logger.warning("%d pages were not stored: %s", len(in_flight.blocks), in_flight.failure)
             self._metrics.store_failed(in_flight.reason or "io")
         else:

@@ -74,7 +74,7 @@ class OffloadScheduler:
         self._requests = Requests(layout, identity.keys, identity.adapters, self._hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
         self._engine_corruption = CorruptBlocks(layout.spec.groups, metrics)
-        self._step_loads = StepLoads(self._requests)
+        self._step_loads = StepLoads(self._requests, layout)
         local = LocalBlocks(layout, kv_role.copies_locally)
         local.is_corrupt = self._engine_corruption.is_corrupt
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
@@ -350,7 +350,6 @@ class OffloadScheduler:
         """Applies the outputs of one step."""
         if output.invalid_block_ids:
             self._step_loads.on_failed(output.invalid_block_ids)
-            self._stores.on_failed_loads(output.invalid_block_ids)
         outcome = output.kv_connector_worker_meta
         measured_step = 0
         if outcome is not None and isinstance(outcome, StepOutcome):

@@ -13,7 +13,6 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import count, groupby, repeat
 from operator import attrgetter, itemgetter
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
-from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, first_failed
+from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, StepLoad
 from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
@@ -81,8 +80,8 @@ class _StoreInFlight:
     reused_tokens: int = 0
     """Length of the prefix that was stored before this store was planned; 0 without one. New states and windows up to
     here make the prefix resumable."""
-    admitted_blocks: Sequence[Sequence[int]] = ()
-    """`TrackedRequest.admitted_blocks` when the store was planned."""
+    step_load: StepLoad | None = None
+    """`TrackedRequest.step_load` when the store was planned."""
 
 
 class _Path(NamedTuple):
@@ -206,7 +205,7 @@ class StorePlanner:
         # A drafter's chunk is complete later than the other chunks with the same end; then all are looked up again.
         tracked.stored_tokens = max(searched_tokens, tracked.stored_tokens)
         in_flight = _StoreInFlight(tracked.chain, [], [], 0, self._layout.world_size, tracked.adapter_version)
-        in_flight.admitted_blocks = tracked.admitted_blocks
+        in_flight.step_load = tracked.step_load
         copies, stored = self._reserve(in_flight, plan.runs, dict(zip(parts, sizes, strict=True)), path)
         in_flight.chunks = _add_chunks(tracked.chain, path, set(parts).difference(stored), set(stored))
         in_flight.reused_tokens = prefix.stop_tokens if prefix.parts else 0
@@ -425,20 +424,13 @@ class StorePlanner:
     def has_work(self) -> bool:
         return bool(self._stores)
 
-    def on_failed_loads(self, failed_blocks: AbstractSet[int]) -> None:
-        """Drops the stores of requests that use these blocks, which another connector failed to load. Must be called
-        before `on_ended` with the outcomes of the same step."""
-        for in_flight in self._stores.values():
-            if first_failed(in_flight.admitted_blocks, failed_blocks):
-                in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
-
     def drop_unconfirmed(self) -> None:
-        """Drops the stores of requests with blocks that another connector may have loaded within a step. Called when
-        the engine reports no failed loads any more."""
+        """Drops the stores of requests with blocks that another connector may have loaded within a step in flight.
+        Called when the engine reports no failed loads any more."""
         for in_flight in self._stores.values():
-            if in_flight.admitted_blocks:
+            if in_flight.step_load is not None and in_flight.step_load.is_open:
                 in_flight.failure = "the engine ended before it reported the loads of another connector"
-                in_flight.reason = STORE_FAILURE_REASON
+                in_flight.reason = "closed"
 
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
         """Records the outcomes of ranks. When all ranks have ended a store, it is committed or aborted."""
@@ -459,6 +451,8 @@ class StorePlanner:
         if in_flight.ranks_left > 0:
             return
         del self._stores[store_id]
+        if in_flight.step_load is not None and in_flight.step_load.has_failed:
+            in_flight.failure, in_flight.reason = STORE_FAILURE, STORE_FAILURE_REASON
         if in_flight.failure is None and not is_valid(in_flight.adapter_version):
             in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
         if in_flight.failure is not None:
