@@ -26,10 +26,6 @@ from vllm.v1.request import Request, RequestStatus
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
-from hybridkv.connectors.vllm.nixl.params import RankAddress
-from hybridkv.connectors.vllm.nixl.producer import Producer, ProducerTerms
-from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.planner import GroupKind, GroupSpec
 
 STATES, ATTENTION = 0, 1
@@ -374,26 +370,6 @@ def test_a_session_with_an_unknown_last_step_is_misled() -> None:
     bench = Bench(is_partial=False)
     bench.wrong.track(session(computed_tokens=20))
     assert bench.step({"session": (20, ([1, 2], [3, 4]))}) == {"session"}
-
-
-@pytest.mark.parametrize(("computed_tokens", "is_handed_over"), [(19, False), (20, True)])
-def test_a_producer_hands_over_no_state_with_a_dropped_token(computed_tokens: int, is_handed_over: bool) -> None:
-    """The session ends with an answer, and vLLM drops the step in flight."""
-    bench = Bench(is_partial=False)
-    groups = [GroupSpec(GroupKind.RECURRENT, BLOCK), GroupSpec(GroupKind.FULL, BLOCK)]
-    producer = Producer(groups, ProducerTerms("engine", "::1", 30.0, 8, 0, BLOCK, lambda: 1), NixlMetrics())
-    producer.ranks = (RankAddress(1, "rank"),)
-    bench.wrong = producer.corrupt_blocks
-    parameters = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
-    request = Request("session", list(range(18)), parameters, None, resumable=True)
-    producer.begin(request)
-    producer.on_allocated(request, NixlStepPlan())
-    bench.step({"session": (0, ([1, 2], [3, 4]))}, chunks={"session": (0, 18)})
-    for start in (18, 19):
-        bench.step(running={"session": ([], [])}, chunks={"session": (start, start + 1)})
-    request.append_output_token_ids([7, 8, 9])
-    request.num_computed_tokens, request.status = computed_tokens, RequestStatus.FINISHED_STOPPED
-    assert producer.finish(request, bench.tables["session"], NixlStepPlan(), b"")[0] is is_handed_over
 
 
 def own_hash(value: Any) -> bytes:
