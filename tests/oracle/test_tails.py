@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.nixl import worker
 from hybridkv.planner import GroupKind, Transfer
+from kits.peers import in_memory
 from oracle import mixes
 from oracle.block_store import block_store
 from oracle.disk_tier import SMALL, forget, stacked
@@ -294,6 +296,7 @@ def test_a_state_before_a_chunk_that_saves_one_inside_is_not_served(
         child["kv_connector_extra_config"] = store.extra_config  # type: ignore[assignment]
         connector = Connector(MULTI_CONNECTOR, {"connectors": [child]})
     if where == "own_cache_of_producer":
+        monkeypatch.setattr(worker, "open_transport", lambda name: in_memory.InMemoryTransport(name, in_memory.World()))
         connector = Connector(PEER_CONNECTOR, {"weights_digest": "oracle", **CALM}, role="kv_producer")
     settings = EngineSettings(200, max_step_tokens=256, hash_tokens=4, retention_tokens=0, connector=connector)
     third = [*range(50), *range(200, 240)]
