@@ -51,6 +51,7 @@ def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheSch
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         model_config=SimpleNamespace(max_model_len=64),
         cache_config=SimpleNamespace(block_size=4),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
     )
     url = f"tcp://{server.address.host}:{server.address.port}"
     config = LMCacheConfig(url=url, http_port=server.address.http_port, pool=1 << 20)
