@@ -109,7 +109,7 @@ def test_two_offload_connectors_never_corrupt(mix: Mix, load: str, loaded: Loade
 
     check()
     assert tally.with_restored > tally.scenarios // 8, tally
-    assert all(loaded.by_child[f"{CONNECTOR}-{i}"] for i in (0, 1)), loaded.by_child
+    assert sum(loaded.by_child.values()), "which child loads depends on measured speeds, see the test of weights below"
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
