@@ -13,7 +13,7 @@ from examples import examples
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, DiskOptions, Fsync, ThreadJanitor, plan_sizes
-from hybridkv.tiers.disk.format.layout import record_bytes
+from hybridkv.tiers.disk.format.layout import PAGE_BYTES, record_bytes
 
 CAPACITY_BYTES = 16 << 20
 OPTIONS = DiskOptions(capacity_bytes=CAPACITY_BYTES, segment_bytes=1 << 20, fsync=Fsync.NONE, max_in_flight=2)
@@ -68,6 +68,24 @@ def store(index: DiskIndex, medium: disk_store.DiskMedium, key: bytes, data: byt
     if has_thread and not is_stored:
         index.drain(disk_store.TIMEOUT_S)
     return is_stored
+
+
+@pytest.mark.parametrize("record_pages", [6, 11])
+def test_compaction_does_not_copy_segments_that_records_cannot_fill(tmp_path: Path, record_pages: int) -> None:
+    """Two of these records, or one, fill less of a segment's 17 pages than compaction would copy."""
+    path = tmp_path / "store"
+    options = DiskOptions(
+        capacity_bytes=3 << 20, segment_bytes=18 * PAGE_BYTES, fsync=Fsync.NONE, max_in_flight=2, max_quarantined=64
+    )
+    index = disk_store.make_index(path, options)
+    medium = disk_store.make_medium(path, options)
+    count = 3 * index._segments.limit_bytes // (record_pages * PAGE_BYTES)
+    for number in range(count):
+        assert disk_store.store(index, medium, b"%d" % number, bytes((record_pages - 1) * PAGE_BYTES))
+    assert index.take_disk_counts().moved_records <= count
+    assert index.lookup(b"%d" % (count - 1)) is LookupResult.HIT
+    medium.close()
+    index.close()
 
 
 def test_compaction_keeps_a_used_record_among_dead_ones(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ MAX_EXTRA_HEAP_ENTRIES = 64
 
 
 class SegmentHeap:
-    """Heap of segments by live bytes, with lazy deletion.
+    """Heap of segments by kept bytes, with lazy deletion.
 
     A changed segment gets a new entry before the next query. Queries skip stale entries.
     """
@@ -28,7 +28,7 @@ class SegmentHeap:
     def __init__(self, by_number: Mapping[int, Segment]) -> None:
         self._by_number = by_number
         self._heap: list[tuple[int, int]] = []
-        """(live bytes, number)."""
+        """(kept bytes, number)."""
         self._changed: set[int] = set()
 
     def changed(self, number: int) -> None:
@@ -36,12 +36,12 @@ class SegmentHeap:
         self._changed.add(number)
 
     def cheapest(self) -> Segment | None:
-        """Candidate with the fewest live bytes; None without candidates."""
+        """Candidate with the fewest kept bytes; None without candidates."""
         self._take_in()
         while self._heap:
-            live_bytes, number = self._heap[0]
+            kept_bytes, number = self._heap[0]
             segment = self._by_number.get(number)
-            if segment is not None and segment.is_candidate and segment.live_bytes == live_bytes:
+            if segment is not None and segment.is_candidate and segment.kept_bytes == kept_bytes:
                 return segment
             heapq.heappop(self._heap)
         return None
@@ -53,7 +53,7 @@ class SegmentHeap:
         for number in self._changed:
             segment = self._by_number.get(number)
             if segment is not None and segment.is_candidate:
-                heapq.heappush(self._heap, (segment.live_bytes, number))
+                heapq.heappush(self._heap, (segment.kept_bytes, number))
         self._changed.clear()
 
 
@@ -108,6 +108,13 @@ class Segment:
         self.is_sealed = False
         self.may_be_sealed = True
         """False if the segment may hold a torn record, for example after an interrupted copy into it."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Space that copies of all records would take: the live bytes; but the whole segment while no record was
+        deleted, because copies would leave as much space unused at the end of another segment."""
+        is_whole = 0 < self.live_bytes == self.end_offset - SEGMENT_HEAD_BYTES
+        return self.segment_bytes - SEGMENT_HEAD_BYTES if is_whole else self.live_bytes
 
     @property
     def is_candidate(self) -> bool:

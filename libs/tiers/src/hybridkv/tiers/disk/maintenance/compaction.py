@@ -1,9 +1,9 @@
 """Compaction: copies the live records of a segment to other segments, so that the segment can be deleted.
 
-Chooses the segment with the fewest live bytes, if at most `COMPACTION_SHARE` of it is live. Otherwise first evicts
-records until a segment qualifies: least recently used records of one segment's size, then records of the segment with
-the fewest live bytes. Without room for copies, evicts all records of that segment. A segment with pinned or
-reserved records is never chosen, even if these records were deleted meanwhile.
+Chooses the segment with the fewest kept bytes (`Segment.kept_bytes`), if they are at most `COMPACTION_SHARE` of it.
+Otherwise first evicts records until a segment qualifies: least recently used records of one segment's size, then
+records of the segment with the fewest kept bytes. Without room for copies, evicts all records of that segment. A
+segment with pinned or reserved records is never chosen, even if these records were deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Compaction:
             self._records.evict(record.key)
 
     def cheapest(self) -> Segment | None:
-        """Candidate with the fewest live bytes, see `Segment.is_candidate`. None without candidates. Sets
+        """Candidate with the fewest kept bytes, see `Segment.is_candidate`. None without candidates. Sets
         `SegmentTable.lacks_candidate`."""
         found = self._segments.candidates.cheapest()
         self._segments.lacks_candidate = found is None
         return found
 
     def _is_worth_copying(self, segment: Segment) -> bool:
-        return segment.live_bytes <= COMPACTION_SHARE * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
+        return segment.kept_bytes <= COMPACTION_SHARE * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
 
     def _evict_until_worth_copying(self, cheapest: Segment) -> None:
         left_bytes = self._segments.largest_bytes
