@@ -148,7 +148,7 @@ class SimulatedStore:
 
 
 class SimulatedClient:
-    """`ObjectClient` of one engine. Answers at once, from the current manifests.
+    """Lookup client of one engine's `ObjectIndex`. Answers at once, from the current manifests.
 
     The rules are those of `ManifestStore`, without failures, renewals and epochs.
     """

@@ -11,7 +11,7 @@ from hybridkv.tiers.peer.places import Address, PeerId
 
 
 class PlainPeers:
-    """`PeerClient` that answers only when a test calls `answer`.
+    """Lookup client of a `PeerIndex` that answers only when a test calls `answer`.
 
     Args:
         clock: seconds.

@@ -18,7 +18,7 @@ from hybridkv.tiers.object import (
 
 
 class FakeObjectClient:
-    """`ObjectClient` under the control of a test.
+    """Lookup client of an `ObjectIndex`, under the control of a test.
 
     Args:
         clock: the test's.

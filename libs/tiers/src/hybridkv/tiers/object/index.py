@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.object.client import ClientEvent, EpochChanged, LookupAnswered, ObjectClient, StoreCounts
+from hybridkv.tiers.object.client import ClientEvent, EpochChanged, LookupAnswered, StoreCounts
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
+from hybridkv.tiers.object.manifests.manifest_store import ManifestStore
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Packs, Stored
@@ -61,7 +62,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     """
 
     def __init__(
-        self, client: ObjectClient, options: ObjectOptions, clock: Callable[[], float], *, clears_all: bool = False
+        self, client: ManifestStore, options: ObjectOptions, clock: Callable[[], float], *, clears_all: bool = False
     ) -> None:
         super().__init__(client, options, clock)
         self._client = client

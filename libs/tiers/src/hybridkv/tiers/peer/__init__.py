@@ -15,13 +15,12 @@
 from hybridkv.tiers.peer.builder import PeerAddresses, open_index, open_medium
 from hybridkv.tiers.peer.client import ConnectionLost, PeerAnswer, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
-from hybridkv.tiers.peer.leases import LeasableIndex, PeerLeases
+from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
 from hybridkv.tiers.peer.options import PeerOptions
 
 __all__ = [
     "ConnectionLost",
-    "LeasableIndex",
     "PeerAddresses",
     "PeerAnswer",
     "PeerIndex",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.wire import CloseReason, Describe, WireError
@@ -14,7 +14,6 @@ from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.node import NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
 from hybridkv.tiers.peer.places import Address, PeerId
-from hybridkv.tiers.remote import LookupClient
 
 CLOSE_S = 2.0
 
@@ -42,44 +41,9 @@ class ConnectionLost(NamedTuple):
     """False if the connection was never established; then the peer has granted no lease."""
 
 
-class PeerClient(LookupClient, Protocol):
-    """Lookup client of a `PeerIndex`. The items of `events` are `PeerAnswer` and `ConnectionLost`."""
-
-    def ready(self) -> Sequence[PeerId]:
-        """Listed peers to which a lookup can be sent now. Starts the connections that are due."""
-        ...
-
-    def peer_at(self, address: Address) -> PeerId:
-        """Id of the peer at this address: its number if it is listed, else the address itself."""
-        ...
-
-    def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
-        """Send a lookup to one peer. False if it cannot be sent; then no answer comes."""
-        ...
-
-    def send_hinted_lookup(
-        self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
-    ) -> bool:
-        """Send a lookup to a hinted peer. If the peer is not connected, starts a connection if one is due; the lookup
-        waits for a connection attempt that has begun recently.
-
-        `hinted`: all peers of the same hint, which are not removed to make room for this peer. False as for
-        `send_lookup`. `ConnectionLost` follows if the connection cannot be established.
-        """
-        ...
-
-    def withdraw_lookup(self, peer: PeerId, request: int) -> bool:
-        """Drop a hinted lookup that waits for a connection. False if it was sent, or has ended."""
-        ...
-
-    def end_leases(self, peer: PeerId, keys: Sequence[Key]) -> None:
-        """End the leases of these keys at a peer."""
-        ...
-
-
 class PeerLookupClient:
-    """`PeerClient` that also answers lookups of peers. Callbacks run on the loop's thread; those of outgoing
-    connections append to `events`. All other calls are on the index's thread.
+    """`LookupClient` of a `PeerIndex` that also answers lookups of peers. Callbacks run on the loop's thread; those of
+    outgoing connections append to `events`. All other calls are on the index's thread.
 
     Args:
         loop: control connections. Closed by `close`.
@@ -114,17 +78,26 @@ class PeerLookupClient:
     # Lookups of this engine.
 
     def ready(self) -> list[int]:
+        """Listed peers to which a lookup can be sent now. Starts the connections that are due."""
         return self._node.ready()
 
     def peer_at(self, address: Address) -> PeerId:
+        """Id of the peer at this address: its number if it is listed, else the address itself."""
         return self._numbers.get(address, address)
 
     def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
+        """Send a lookup to one peer. False if it cannot be sent; then no answer comes."""
         return self._send(peer, request, keys, may_wait=False)
 
     def send_hinted_lookup(
         self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
     ) -> bool:
+        """Send a lookup to a hinted peer. If the peer is not connected, starts a connection if one is due; the lookup
+        waits for a connection attempt that has begun recently.
+
+        `hinted`: all peers of the same hint, which are not removed to make room for this peer. False as for
+        `send_lookup`. `ConnectionLost` follows if the connection cannot be established.
+        """
         self._node.reach(peer, hinted)
         return self._send(peer, request, keys, may_wait=True)
 
@@ -135,9 +108,11 @@ class PeerLookupClient:
         return self._node.send_request(peer, request, body, may_wait)
 
     def withdraw_lookup(self, peer: PeerId, request: int) -> bool:
+        """Drop a hinted lookup that waits for a connection. False if it was sent, or has ended."""
         return self._node.withdraw_request(peer, request)
 
     def end_leases(self, peer: PeerId, keys: Sequence[Key]) -> None:
+        """End the leases of these keys at a peer."""
         for first in range(0, len(keys), MAX_KEYS):
             body = messages.encode(messages.EndLeases(*messages.pack_keys(keys[first : first + MAX_KEYS])))
             if not self._node.send_notice(peer, body):

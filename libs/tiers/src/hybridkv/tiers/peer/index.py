@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Extends, Key, LookupAnswer, Refusal
-from hybridkv.tiers.peer.client import ConnectionLost, PeerAnswer, PeerClient
+from hybridkv.tiers.peer.client import ConnectionLost, PeerAnswer, PeerLookupClient
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.places import Address, PeerId, PeerPlace, to_tier_slot
 from hybridkv.tiers.remote import RemoteEntry, RemoteIndex
@@ -57,7 +57,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         clock: seconds; the times of answers use the same clock.
     """
 
-    def __init__(self, client: PeerClient, options: PeerOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, client: PeerLookupClient, options: PeerOptions, clock: Callable[[], float]) -> None:
         super().__init__(client, options, clock)
         self._client = client
         self._hint_backoff_s = options.hint_backoff_s

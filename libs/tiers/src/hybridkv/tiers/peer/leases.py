@@ -14,30 +14,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer.options import MAX_EXTENTS, PeerOptions
+from hybridkv.tiers.ram import RamIndex
 
 Reader: TypeAlias = int
 """Connection of a peer."""
-
-
-class LeasableIndex(Protocol):
-    """The part of the RAM index that leases need."""
-
-    @property
-    def capacity_bytes(self) -> int: ...
-
-    def find(self, key: Key) -> Slot | None:
-        """Slot of a committed key. Thread-safe; the slot may be stale when it is used."""
-        ...
-
-    def pin(self, key: Key) -> Slot | None:
-        """Pin a key. On the index's thread, like `unpin`."""
-        ...
-
-    def unpin(self, key: Key) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,7 +41,7 @@ class PeerLeases:
         clock: seconds.
     """
 
-    def __init__(self, index: LeasableIndex, options: PeerOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, index: RamIndex, options: PeerOptions, clock: Callable[[], float]) -> None:
         self._index = index
         self._clock = clock
         self.lease_s = options.lease_s

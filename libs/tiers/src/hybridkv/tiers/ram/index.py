@@ -30,7 +30,8 @@ _SEED_BYTES = 8
 class RamIndex(_Ledger):
     """A `TierIndex` over granules of host memory, with a change feed (`ReportsChanges`).
 
-    Further methods: `find`, for any thread; `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
+    Further methods: `find`, for any thread: the slot of a committed key, which may be stale when it is used;
+    `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
     `max_index_bytes` is the size of the full tables: with `max_keys` keys of at most 48 bytes. `leftover_bytes` is the
     size of old tables after `clear`, in addition.
 

@@ -1,6 +1,6 @@
 """Manifests of an object store. The scheduler finds, writes and renews them, on the thread of the manifest store.
 
-manifest_store.py   the `ObjectClient` of the scheduler
+manifest_store.py   lookup client of an `ObjectIndex`
 search.py           finds the last manifest of a path
 writer.py           writes manifests and replaces bad ones
 renewer.py          renews manifests in use

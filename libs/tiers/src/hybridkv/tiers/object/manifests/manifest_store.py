@@ -1,4 +1,4 @@
-"""Manifest store: the `ObjectClient` of the scheduler. Its parts find, write and renew manifests.
+"""Manifest store: lookup client of an `ObjectIndex`, on the scheduler. Its parts find, write and renew manifests.
 
 One thread with an event loop sends all requests. The engine's thread queues work and takes events.
 """
@@ -33,7 +33,7 @@ _SWEEP_PAUSE = 20
 
 
 class ManifestStore:
-    """Manifest store of one engine.
+    """Manifest store of one engine: the `LookupClient` of an `ObjectIndex`.
 
     Args:
         stored_cache: the cache in the store.
@@ -72,10 +72,13 @@ class ManifestStore:
 
     @property
     def namespace(self) -> str | None:
+        """Name prefix of the current epoch. None until the store was reached; until then, no chunk can be stored."""
         return self._epochs.namespace
 
     @property
     def takes_objects(self) -> bool:
+        """True after a check found that the store can be written, even if the store becomes full later. False if the
+        store was full or the credentials are read-only; lookups still work."""
         return self._epochs.takes_objects
 
     def open(self) -> None:
@@ -90,19 +93,26 @@ class ManifestStore:
         self._epochs.wait_until_opened(self._options.opening_timeout_s)
 
     def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
+        """Start a lookup of keys in prefix order. False if it cannot be sent; then no answer comes.
+
+        Lookups above the limit wait. Of these, lookups of requests start before lookups for a store (`is_for_store`).
+        """
         if self._loop.is_closed or self.namespace is None:
             return False
         self._loop.post(partial(self._searcher.begin, request, tuple(keys), until_s, is_for_store))
         return True
 
     def publish(self, stored: Sequence[Stored]) -> None:
+        """Write manifests for these stored chunks, so that other engines find them."""
         self._loop.post(lambda: self._writer.publish(stored))
 
     def use(self, keys: Sequence[Key]) -> None:
+        """Report a use of keys of one path, so that their objects stay alive. Called at each use."""
         if self._renewer.take_due_use(keys[0]):
             self._loop.post(lambda: self._renewer.use(dict.fromkeys(map(prefix_of, keys))))
 
     def take_counts(self) -> StoreCounts:
+        """Counts since the last call."""
         sweeper = self._sweeper
         swept = (sweeper.num_swept, sweeper.num_failed) if sweeper is not None else (0, 0)
         counts = StoreCounts(self._writer.num_duplicates, *self._renewer.counts, *swept)
@@ -110,9 +120,13 @@ class ManifestStore:
         return StoreCounts(*(now - before for now, before in zip(counts, taken, strict=True)))
 
     def retract(self, key: Key, place: PackPlace) -> None:
+        """Report missing or wrong bytes. Later lookups do not return this place for a while. Manifests that list it are
+        replaced after the chunk is stored again."""
         self._loop.post(lambda: self._writer.retract(key, place))
 
     def clear(self, *, is_for_all: bool) -> None:
+        """Forget all chunks. If `is_for_all`, begin a new epoch, so that no engine finds the chunks stored until now.
+        If the store was not reached yet, the epoch begins when it is reached."""
         epoch = self._epochs.begin_next() if is_for_all else None
         self._loop.post(self._forget if epoch is None else partial(self._reset, epoch))
 
