@@ -40,6 +40,9 @@ _PROMOTE = Direction.PROMOTE
 class TierStack:
     """One primary tier and any number of secondary tiers. Not thread-safe: one thread uses it, as every `TierIndex`.
 
+    `lookup`, `leading`, `last_held`, `any_pending`, `start_lookup` and `expected_lookup_times` are those of
+    `StackView`. Lookups in `primary` use no secondary tier.
+
     Args:
         primary: index of the primary tier.
         secondary: the secondary tiers, the nearest first.
@@ -80,7 +83,12 @@ class TierStack:
         self._leases = PromotionLeases(primary, self._load_timeout_s)
         self._deadlines = StackDeadlines(self._tiers, self._leases, self._context)
         self._check_deadlines = self._deadlines.check
-        self._view = StackView(primary, self._tiers, self._moves)
+        self._view = StackView(self._context, self._tiers, self._check_deadlines)
+        # Without secondary tiers, only the primary tier can hold a key, and no deadline changes an answer.
+        view: StackView | TierIndex = self._view if self._tiers else primary
+        self.lookup, self.leading = view.lookup, view.leading
+        self.last_held, self.any_pending = view.last_held, view.any_pending
+        self.start_lookup, self.expected_lookup_times = self._view.start_lookup, self._view.expected_lookup_times
         self._promotions = Promotions(primary, self._tiers, self._pump_new)
         self._prefetches = Prefetches(primary, self._promotions, self._load_timeout_s, self._touch_all)
 
@@ -94,7 +102,7 @@ class TierStack:
         """Time limit of a waiting lease, and of a prefetch."""
         return self._load_timeout_s
 
-    # Lookups. Without secondary tiers, only the primary tier can hold a key, and no deadline changes an answer.
+    # Lookups.
 
     @property
     def generation(self) -> int:
@@ -102,46 +110,12 @@ class TierStack:
         self._check_deadlines()
         return self._view.generation
 
-    def lookup(self, key: Key) -> LookupResult:
-        """HIT if the primary tier or a usable secondary tier holds the key, else PENDING or MISS. Always MISS while a
-        timed-out promotion of the key is in flight."""
-        if not self._tiers:
-            return self.primary.lookup(key)
-        self._check_deadlines()
-        return self._view.lookup(key)
-
-    def leading(self, keys: Sequence[Key]) -> int:
-        """Number of leading keys that are HIT or PENDING."""
-        if not self._tiers:
-            return self.primary.leading(keys)
-        self._check_deadlines()
-        return self._view.leading(keys)
-
-    def last_held(self, keys: Sequence[Key]) -> int | None:
-        """Position of the last key that is HIT or PENDING, None if there is none."""
-        if not self._tiers:
-            return self.primary.last_held(keys)
-        self._check_deadlines()
-        return self._view.last_held(keys)
-
-    def any_pending(self, keys: Iterable[Key]) -> bool:
-        """True if one of these keys is PENDING."""
-        if not self._tiers:
-            return self.primary.any_pending(keys)
-        self._check_deadlines()
-        return self._view.any_pending(keys)
-
     @property
     def lookup_wait_s(self) -> float:
         """Longest time, in seconds, from `start_lookup` until every key is answered or counts as missing. 0 if no tier
         accepts an async lookup now."""
         self._check_deadlines()
         return self._view.lookup_wait_s
-
-    def expected_lookup_times(self) -> tuple[float, float]:
-        """Two measured times: seconds from an async lookup to its answer, and seconds to promote one byte of one rank.
-        Both are those of the tier that should answer next; 0 if no tier accepts an async lookup now."""
-        return self._view.expected_lookup_times()
 
     def measured_lookups(self) -> dict[str, tuple[float, float, float]]:
         """Times of each tier that has answered an async lookup, by tier name: the time limit of a lookup, then the two
@@ -151,13 +125,6 @@ class TierStack:
             for tier in self._tiers
             if tier.index.has_async_lookups and tier.index.lookup_counts.num_answered
         }
-
-    def start_lookup(self, keys: Sequence[Key], hinted: Sequence[tuple[str, int]] = ()) -> None:
-        """Start an async lookup in each tier that accepts one. Keys that the primary tier or a usable secondary tier
-        holds are not looked up. Each tier has its own deadline: a key without an answer counts as missing after it.
-        `hinted`: addresses for `HintedLookups`."""
-        self._check_deadlines()
-        self._view.start_lookup(keys, self._clock(), hinted)
 
     def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""
@@ -180,19 +147,6 @@ class TierStack:
         return len(keys)
 
     # The primary tier alone.
-
-    @property
-    def primary_only(self) -> TierIndex:
-        """Index of the primary tier, for lookups that must not use secondary tiers."""
-        return self.primary
-
-    def lookup_primary(self, key: Key) -> LookupResult:
-        """Lookup in the primary tier."""
-        return self.primary.lookup(key)
-
-    def leading_primary(self, keys: Sequence[Key]) -> int:
-        """Number of leading keys that are HIT or PENDING in the primary tier."""
-        return self.primary.leading(keys)
 
     def in_primary(self, key: Key) -> bool:
         """True if the primary tier holds the key now."""

@@ -1,32 +1,33 @@
-"""View of all tiers of a stack as one index: lookups, async lookups. Checks no deadlines, and moves no chunk."""
+"""View of all tiers of a stack as one index: lookups, async lookups. Moves no chunk."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, TierIndex
-from hybridkv.tiers.stack.in_flight import SharedMoves
-from hybridkv.tiers.stack.secondary import SecondaryTierState
+from hybridkv.tiers.stack.secondary import SecondaryTierState, StackContext
 
 # Every call uses these members. An attribute lookup on an enum takes more time than a module variable.
 _MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
 
 
 class StackView:
-    """The primary tier and the usable secondary tiers as one index.
+    """The primary tier and the usable secondary tiers as one index. `lookup`, `leading`, `last_held`, `any_pending` and
+    `start_lookup` check the deadlines; the others do not.
 
     Args:
-        primary: index of the primary tier.
+        context: primary tier, clock and moves of the stack. Keys of timed-out promotions are a MISS.
         tiers: secondary tiers, the nearest first.
-        moves: shared state of all moves; keys of timed-out promotions are a MISS.
+        check: applies due timeouts.
     """
 
-    def __init__(self, primary: TierIndex, tiers: Sequence[SecondaryTierState], moves: SharedMoves) -> None:
-        self._primary = primary
+    def __init__(self, context: StackContext, tiers: Sequence[SecondaryTierState], check: Callable[[], None]) -> None:
+        self._primary, self._clock = context.primary, context.clock
         self._tiers = tiers
-        self._timed_out_keys = moves.timed_out_keys
+        self._timed_out_keys = context.moves.timed_out_keys
+        self._check_deadlines = check
 
     @property
     def generation(self) -> int:
@@ -39,6 +40,10 @@ class StackView:
     def lookup(self, key: Key) -> LookupResult:
         """HIT if the primary tier or a usable secondary tier holds the key, else PENDING or MISS. Always MISS while a
         timed-out promotion of the key is in flight."""
+        self._check_deadlines()
+        return self._lookup(key)
+
+    def _lookup(self, key: Key) -> LookupResult:
         if key in self._timed_out_keys:
             return _MISS
         answer = self._primary.lookup(key)
@@ -54,6 +59,7 @@ class StackView:
 
     def leading(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that are HIT or PENDING."""
+        self._check_deadlines()
         timed_out_keys = self._timed_out_keys
         if timed_out_keys:
             keys = list(itertools.takewhile(lambda key: key not in timed_out_keys, keys))
@@ -76,6 +82,7 @@ class StackView:
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
+        self._check_deadlines()
         position = self._last_held(keys)
         timed_out_keys = self._timed_out_keys
         if timed_out_keys:
@@ -104,7 +111,8 @@ class StackView:
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """True if one of these keys is PENDING."""
-        return any(self.lookup(key) is _PENDING for key in keys)
+        self._check_deadlines()
+        return any(self._lookup(key) is _PENDING for key in keys)
 
     @property
     def lookup_wait_s(self) -> float:
@@ -114,22 +122,24 @@ class StackView:
         return max(timeouts, default=0.0)
 
     def expected_lookup_times(self) -> tuple[float, float]:
-        """Expected seconds from a lookup to its answer, and seconds to promote one byte, of the tier with the shortest
-        answer time. Considers the tiers that accept a lookup: those with open lookups, or all if none has one. Both are
-        0 if no tier accepts a lookup."""
+        """Two measured times of the tier that should answer next: seconds from an async lookup to its answer, and
+        seconds to promote one byte of one rank. Considers the tiers that accept a lookup: those with open lookups, or
+        all if none has one. Both are 0 if no tier accepts a lookup."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         tiers = [tier for tier in tiers if tier.has_open_lookups()] or tiers
         return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
 
-    def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
+    def start_lookup(self, keys: Sequence[Key], hinted: Sequence[tuple[str, int]] = ()) -> None:
         """Start an async lookup in each tier that accepts one. Leaves out keys that a tier holds or is storing, and
         keys of timed-out promotions. Each tier has its own deadline: a key without an answer counts as missing after
         it. `hinted`: addresses for `HintedLookups`."""
+        self._check_deadlines()
+        now_s = self._clock()
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         if not tiers:
             return
         timed_out_keys = self._timed_out_keys
-        if not timed_out_keys and self.last_held(keys) is None:  # usual for a new prompt, and faster than key by key
+        if not timed_out_keys and self._last_held(keys) is None:  # usual for a new prompt, and faster than key by key
             for tier in tiers:
                 tier.start_lookup(keys, now_s, hinted)
             return
@@ -138,14 +148,14 @@ class StackView:
         unknown = [
             key
             for key in keys
-            if key not in timed_out_keys and (self.lookup(key) is _MISS or self.is_lookup_pending(key))
+            if key not in timed_out_keys and (self._lookup(key) is _MISS or self.is_lookup_pending(key))
         ]
         for tier in tiers:
             tier.start_lookup([key for key in unknown if tier.index.lookup(key) is _MISS], now_s, hinted)
 
     def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""
-        if self.lookup(key) is not _PENDING or self._primary.lookup(key) is _PENDING:
+        if self._lookup(key) is not _PENDING or self._primary.lookup(key) is _PENDING:
             return False
         return all(
             tier.index.lacks(key) for tier in self._tiers if tier.is_usable() and tier.index.lookup(key) is _PENDING

@@ -209,7 +209,7 @@ class ConnectorMetrics:
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """State of the tiers now, over all ranks, and their activity since the last call. Resets the tiers' counts."""
-        self._tier(RAM, stack.primary_only, num_ranks)
+        self._tier(RAM, stack.primary, num_ranks)
         if not stack.secondary:
             return
         counts = stack.take_counts()

@@ -136,7 +136,7 @@ class AnswerStates:
         """Whether the states of all groups are stored or being stored."""
         if num_tokens % self._step_tokens:
             return False
-        return all(self._stack.lookup_primary(key) is not LookupResult.MISS for key in self._keys(tracked, num_tokens))
+        return all(self._stack.primary.lookup(key) is not LookupResult.MISS for key in self._keys(tracked, num_tokens))
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> tuple[bytes, ...]:
         keys = tracked.keys()
@@ -215,7 +215,7 @@ class Checkpoints:
         self._step_tokens = state_step_tokens(layout.spec)
         """Distance between boundaries at which states can be stored. Not `options.step_tokens`, which is a cost."""
         self._largest: TierIndex = max(
-            (stack.primary_only, *(stack.secondary[name] for name in copied_to)), key=lambda tier: tier.capacity_bytes
+            (stack.primary, *(stack.secondary[name] for name in copied_to)), key=lambda tier: tier.capacity_bytes
         )
         """Tier with the largest capacity."""
         self._costs = _costs(layout, self._largest, self._states, options.step_tokens)

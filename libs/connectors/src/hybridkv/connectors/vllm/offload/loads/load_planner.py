@@ -251,7 +251,7 @@ class LoadPlanner:
 
     def _longest_hit(self, tracked: TrackedRequest, action: Search) -> Hit | Pending | Miss:
         only_primary = action.only_primary
-        tiers = self._stack if self._has_secondary and not only_primary else self._stack.primary_only
+        tiers = self._stack if self._has_secondary and not only_primary else self._stack.primary
         lookup = TierLookup(tracked.keys(), tiers, action.is_last or only_primary)
         return longest_hit(self._layout.spec, action.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
@@ -335,9 +335,7 @@ class LoadPlanner:
         known = tracked.measured
         if known is not None and known[0] is answer and known[1] == computed:
             return known[2]
-        lookup = TierLookup(
-            tracked.keys(), self._stack.primary_only if tracked.stage.past.only_primary else self._stack
-        )
+        lookup = TierLookup(tracked.keys(), self._stack.primary if tracked.stage.past.only_primary else self._stack)
         resumed = max(answer.num_tokens, computed) if isinstance(answer, Hit) else computed
         limit = self._limit(tracked)
         loss = measure_loss(self._layout.spec, limit, computed, resumed, lookup, lookup)

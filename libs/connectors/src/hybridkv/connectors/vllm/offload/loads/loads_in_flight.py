@@ -178,7 +178,7 @@ class LoadsInFlight:
             )
 
     def _describe_missing(self, runs: Sequence[TransferRun], keys: Sequence[bytes]) -> str:
-        lookup = self._stack.lookup_primary
+        lookup = self._stack.primary.lookup
         for part, key in zip(self._transfers(runs), keys, strict=True):
             if lookup(key) is not LookupResult.HIT:
                 return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"

@@ -59,7 +59,7 @@ class Keeper:
         self._clock = clock
         self._metrics = metrics
         own = {name: index for name, index in stack.secondary.items() if not index.has_async_lookups}
-        self._tiers = {RAM: stack.primary_only, **own}
+        self._tiers = {RAM: stack.primary, **own}
         self._kept: dict[bytes, _Kept] = {}
         self._kept_bytes = [0] * len(self._tiers)
         self._seen = [0] * len(self._tiers)
@@ -82,7 +82,7 @@ class Keeper:
         }
         if not chunks:
             return
-        in_ram = {key for key in chunks if self._stack.primary_only.lookup(key) is LookupResult.HIT}
+        in_ram = {key for key in chunks if self._stack.primary.lookup(key) is LookupResult.HIT}
         more = [
             sum(chunk.costs[tier] for key, chunk in chunks.items() if not chunk.tiers[tier] and (tier or key in in_ram))
             for tier in range(len(self._tiers))
@@ -102,7 +102,7 @@ class Keeper:
     @property
     def ram_bytes_left(self) -> int:
         """Bytes of host memory on one rank that are left for kept chunks."""
-        return max(0, int(self.keep_share * self._stack.primary_only.capacity_bytes) - self._kept_bytes[0])
+        return max(0, int(self.keep_share * self._stack.primary.capacity_bytes) - self._kept_bytes[0])
 
     def _costs(self, part: Part) -> tuple[int, ...]:
         num_bytes = self._layout.chunk_bytes(*part)

@@ -67,11 +67,11 @@ def find_stored_prefix(
             # The block table has holes. No known engine leaves holes. The caller looks up each chunk.
             return StoredPrefix(first_token, [], [], {}, frozenset())
         group_keys = keys.between(group_index, ends[0] // chunk - 1, ends[-1] // chunk)
-        num_held = stack.leading_primary(group_keys)
+        num_held = stack.primary.leading(group_keys)
         if num_held < len(ends):
             stop = min(stop, ends[num_held] - chunk)
         found.append((group_index, ends, group_keys))
-    primary, absent = stack.primary_only, set[int]()
+    primary, absent = stack.primary, set[int]()
     parts: list[Part] = []
     key_of: dict[Part, bytes] = {}
     later_keys: dict[Part, bytes] = {}

@@ -178,7 +178,7 @@ class StorePlanner:
             if key is None:
                 key = keys[part] = request_keys.key(*part)
             # A chunk that only a secondary tier holds is stored again: the primary tier gets it without a read.
-            is_stored = self._stack.lookup_primary(key) is not LookupResult.MISS
+            is_stored = self._stack.primary.lookup(key) is not LookupResult.MISS
             if is_stored and part not in resumed:
                 present.append(part)
             return not is_stored
@@ -235,7 +235,7 @@ class StorePlanner:
         spec = self._layout.spec
         if not num_tokens or not self._stack.secondary or len(spec.full_groups) == len(spec.stored_groups):
             return {}
-        lookup = TierLookup(tracked.keys(), self._stack.primary_only, pending_is_miss=True)
+        lookup = TierLookup(tracked.keys(), self._stack.primary, pending_is_miss=True)
         hit = longest_hit(spec, num_tokens + max(1, spec.lookahead_tokens), 0, lookup, lookup)
         if not isinstance(hit, Hit):
             return {}
