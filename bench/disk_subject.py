@@ -11,7 +11,8 @@ from pathlib import Path
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import Refusal, Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
+from kits.tiers.inline_janitor import InlineJanitor
 
 POLL_INTERVAL_S = 0.0005
 """An engine polls less often: once in a step."""

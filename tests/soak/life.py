@@ -7,10 +7,11 @@ import os
 import threading
 from random import Random
 
-from hybridkv.tiers.disk import DiskMedium, InlineJanitor, ThreadJanitor, plan_sizes
+from hybridkv.tiers.disk import DiskMedium, ThreadJanitor, plan_sizes
 from hybridkv.tiers.disk.format.layout import rank_name, segment_name
 from hybridkv.tiers.errors import TierConfigurationError
 from kits.plain_disk_medium import PlainDiskMedium
+from kits.tiers.inline_janitor import InlineJanitor
 from soak.checks import Checks, Subject
 from soak.content import draw_prompt
 from soak.damage import remove_in_the_way

@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 from hybridkv.cli.app import main
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers import Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
+from kits.tiers.inline_janitor import InlineJanitor
 
 OPTIONS = DiskOptions(capacity_bytes=64 << 20, fsync=Fsync.NONE)
 TIMEOUT_S = 60.0

@@ -14,9 +14,10 @@ from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL, Connect
 from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
-from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskOptions
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SecondaryTier, TierStack
+from kits.tiers.inline_janitor import InlineJanitor
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 

@@ -24,10 +24,11 @@ from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.stores.store_planner import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
 from kits.tiers.copying import CopyingMedium
+from kits.tiers.inline_janitor import InlineJanitor
 
 KIB, MIB = 1 << 10, 1 << 20
 GRANULE_BYTES = 4096

@@ -11,7 +11,7 @@ import disk_store
 
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, longest_hit, path_order
 from hybridkv.tiers import Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     MoveOutcome,
@@ -22,6 +22,7 @@ from hybridkv.tiers.stack import (
     TierStack,
 )
 from kits.tiers.copying import CopyingMedium
+from kits.tiers.inline_janitor import InlineJanitor
 
 CHUNK_TOKENS = 64
 HYBRID = CacheSpec((GroupSpec(GroupKind.FULL, 64), GroupSpec(GroupKind.RECURRENT, 64)), CHUNK_TOKENS)
@@ -48,7 +49,7 @@ class Burst:
         options: DiskOptions,
         primary_bytes: int,
         sizes: tuple[int, int],
-        janitor: Janitor | None = None,
+        janitor: InlineJanitor | None = None,
     ) -> None:
         self.secondary = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor)
         self.primary = RamIndex(primary_bytes, GRANULE_BYTES)

@@ -10,11 +10,12 @@ import patience
 
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, plan_sizes
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, plan_sizes
 from hybridkv.tiers.disk.format import snapshot
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of, rank_name, segment_name
 from hybridkv.tiers.disk.index.records import Record
 from kits.plain_disk_medium import PlainDiskMedium
+from kits.tiers.inline_janitor import InlineJanitor
 
 TIMEOUT_S = patience.seconds(6.0)
 """Only a broken tier waits this long."""

@@ -26,11 +26,10 @@ from hybridkv.tiers.disk import (
     DiskOptions,
     FileIO,
     Fsync,
-    InlineJanitor,
-    Janitor,
     ThreadJanitor,
     maintenance,
 )
+from kits.tiers.inline_janitor import InlineJanitor
 
 NUM_RANKS = 2
 NUM_KEYS = 24
@@ -148,7 +147,13 @@ class Writer:
     """Performs random actions and reports each through `tell`. Every report is true when it is sent."""
 
     def __init__(
-        self, path: Path, seed: int, options: DiskOptions, io: KillingIO, janitor: Janitor, tell: Callable[[str], None]
+        self,
+        path: Path,
+        seed: int,
+        options: DiskOptions,
+        io: KillingIO,
+        janitor: InlineJanitor | ThreadJanitor,
+        tell: Callable[[str], None],
     ) -> None:
         self.random = random.Random(seed)
         self.clock = disk_store.Clock()

@@ -29,13 +29,13 @@ from hybridkv.tiers.disk import (
     DiskOptions,
     FileIO,
     Fsync,
-    InlineJanitor,
     ThreadJanitor,
 )
 from hybridkv.tiers.disk.medium import disk_medium as medium_module
 from hybridkv.tiers.disk.medium.disk_medium import Runner
 from hybridkv.tiers.disk.medium.syncer import Syncer
 from hybridkv.tiers.native import RecordQueue
+from kits.tiers.inline_janitor import InlineJanitor
 
 NUM_RANKS = disk_writer.NUM_RANKS
 NUM_AT_ONCE = 6

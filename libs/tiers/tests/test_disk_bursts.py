@@ -17,9 +17,10 @@ from disk_bursts import CHUNK_TOKENS, Burst
 from examples import thinned
 
 from hybridkv.tiers import Refusal, Slot
-from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, plan_sizes
 from hybridkv.tiers.disk.maintenance.janitor import Task
 from hybridkv.tiers.disk.maintenance.maintenance import MAX_CHORES_IN_A_ROW
+from kits.tiers.inline_janitor import InlineJanitor
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 40 * KIB)

@@ -21,9 +21,10 @@ import pytest
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, TierConfigurationError, TierIndex
-from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor, ThreadJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, ThreadJanitor
 from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.ram import RamIndex
+from kits.tiers.inline_janitor import InlineJanitor
 
 RECORD_BYTES = 8192
 FEW, MANY = 64, 6000

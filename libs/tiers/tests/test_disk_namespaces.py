@@ -14,8 +14,9 @@ import pytest
 from hybridkv.hashing import FORMAT_VERSION
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO
 from hybridkv.tiers.files.directory import Directory, open_or_create_root, require_directory
+from kits.tiers.inline_janitor import InlineJanitor
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
 OTHER_USER = 12345

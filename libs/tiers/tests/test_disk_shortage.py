@@ -25,8 +25,9 @@ from examples import thinned
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.stack import BreakerState, Direction, LeaseFailure
+from kits.tiers.inline_janitor import InlineJanitor
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK]
 OPTIONS = disk_store.options_for(24 * 12288, num_spare=3, direct=False)

@@ -7,7 +7,7 @@ start); `maintenance` (file work of the index) beside `medium` (bytes of a rank)
 
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.disk_index import DiskIndex
-from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor, Janitor, ThreadJanitor
+from hybridkv.tiers.disk.maintenance.janitor import ThreadJanitor
 from hybridkv.tiers.disk.medium.disk_medium import DiskMedium
 from hybridkv.tiers.disk.options import DEFAULT_MAX_RECORDS, DiskOptions, DiskSizes, Fsync, plan_sizes
 from hybridkv.tiers.files.file_io import FileIO
@@ -21,8 +21,6 @@ __all__ = [
     "DiskSizes",
     "FileIO",
     "Fsync",
-    "InlineJanitor",
-    "Janitor",
     "ThreadJanitor",
     "plan_sizes",
 ]

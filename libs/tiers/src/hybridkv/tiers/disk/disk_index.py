@@ -32,7 +32,7 @@ from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
 from hybridkv.tiers.disk.index.records import cost_of
-from hybridkv.tiers.disk.maintenance.janitor import Janitor, ThreadJanitor
+from hybridkv.tiers.disk.maintenance.janitor import ThreadJanitor
 from hybridkv.tiers.disk.maintenance.maintenance import Maintenance
 from hybridkv.tiers.disk.options import DiskOptions, Fsync, plan_sizes
 from hybridkv.tiers.disk.recovery.builder import build_store
@@ -69,7 +69,7 @@ class DiskIndex(SyncLookups):
         path: str,
         fingerprint: Fingerprint,
         options: DiskOptions,
-        janitor: Janitor | None = None,
+        janitor: ThreadJanitor | None = None,
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 from hybridkv.tiers.disk.format.withdrawals import JournalEntry
 from hybridkv.tiers.disk.maintenance.chore import AnyDueChore, ChoreKind, DueChore, Ending, StoreFiles, StoreState, run
 from hybridkv.tiers.disk.maintenance.compaction import SegmentCopier
-from hybridkv.tiers.disk.maintenance.janitor import Janitor
+from hybridkv.tiers.disk.maintenance.janitor import ThreadJanitor
 from hybridkv.tiers.disk.maintenance.segment_chores import Restorer, SegmentDropper, SegmentMaker, SegmentSealer
 from hybridkv.tiers.disk.maintenance.snapshots import ChangeWriter, Log, SnapshotWriter
 from hybridkv.tiers.disk.maintenance.withdrawals import EpochWriter, JournalWriter, WriteEpoch
+
+MAX_CHORES_IN_A_ROW = 64
+"""Limit of chores that one call of `Chores.run_before_open` or `Maintenance.run` starts."""
 
 
 class Chores:
@@ -46,10 +49,16 @@ class Chores:
         """Chores that write into segments of the present epoch. They wait until the epoch is on disk: after a crash
         before that, the old epoch is valid again, and the next start deletes segments of other epochs."""
 
-    def next_but_snapshot(self) -> AnyDueChore | None:
-        """First due chore that does not back off, snapshots excluded. Planning may evict records, see
-        `ChoreKind.plan`."""
-        return self._next(self._after_epoch)
+    def run_before_open(self) -> None:
+        """Do the work that is due before the index opens, in the calling thread. Writes no snapshots and no changes:
+        the open index does."""
+        for _ in range(MAX_CHORES_IN_A_ROW):
+            due = self._next(self._after_epoch)
+            if due is None:
+                return
+            ending = run(due.chore, self._state.files)
+            due.started()
+            due.ended(ending)
 
     def next(self) -> AnyDueChore | None:
         """First due chore that does not back off. Snapshots have the lowest priority. Planning may evict records, see
@@ -94,8 +103,8 @@ class EndedChore(NamedTuple):
 class Dispatcher:
     """Submits chores to a janitor, and keeps their results. Only `_execute` runs in another thread."""
 
-    def __init__(self, janitor: Janitor, files: StoreFiles) -> None:
-        self._janitor: Janitor | None = janitor
+    def __init__(self, janitor: ThreadJanitor, files: StoreFiles) -> None:
+        self._janitor: ThreadJanitor | None = janitor
         self._files = files
         self._has_ended = threading.Event()
         self.ended: deque[EndedChore] = deque()
@@ -105,11 +114,6 @@ class Dispatcher:
         `start_delayed`."""
         self.num_making_room = 0
         """Number of these chores that make room."""
-
-    @property
-    def can_delay(self) -> bool:
-        """True if `start_delayed` accepts a delay."""
-        return self._janitor is not None and self._janitor.can_delay
 
     def start(self, due: AnyDueChore, then: Callable[[], None] | None = None) -> bool:
         """Submit a chore. False if the janitor refuses it. `then` is called in any thread after the chore has run."""
@@ -123,7 +127,7 @@ class Dispatcher:
 
     def start_delayed(self, due: AnyDueChore, delay_s: float) -> bool:
         """Run a chore after a delay, in addition to a running chore. Not counted in `num_running`. False if the janitor
-        refuses the chore or the delay."""
+        refuses the chore."""
         return self._janitor is not None and self._janitor.submit_later(
             partial(self._execute, due, True, None), delay_s
         )
@@ -156,14 +160,10 @@ class Dispatcher:
             then()
 
 
-MAX_CHORES_IN_A_ROW = 64
-"""Limit of chores that one call of `run` or `run_before_open` starts. Only an `InlineJanitor` reaches it."""
-
-
 class Maintenance:
     """File work of one index."""
 
-    def __init__(self, state: StoreState, chores: Chores, janitor: Janitor) -> None:
+    def __init__(self, state: StoreState, chores: Chores, janitor: ThreadJanitor) -> None:
         self.state = state
         self._chores = chores
         self._segments = state.segments
@@ -175,25 +175,17 @@ class Maintenance:
         self._seen_revision = -1
         self._next_missing_check_s = -math.inf
 
-    def run_before_open(self) -> None:
-        """Do the work that is due before the index opens. Writes no snapshots and no changes: the open index does."""
-        self._run_due_chores(self._chores.next_but_snapshot)
-        self.collect()  # the open index has another Maintenance, with the same tables
-
     def run(self) -> None:
         """Schedule the next batch of changes, apply results, and start the next chore if none is running. Planning the
         chore may evict records."""
         self.schedule_changes()
-        self._run_due_chores(self._chores.next)
-
-    def _run_due_chores(self, choose: Callable[[], AnyDueChore | None]) -> None:
         for _ in range(MAX_CHORES_IN_A_ROW):
             self.collect()
             if self._dispatcher.num_running:
                 return
             self._seen_revision = self._segments.revision
             now_s = self.state.clock()
-            if not self._start(choose()):
+            if not self._start(self._chores.next()):
                 self._next_run_s = min(self._chores.snapshot.due_s, self.state.retries.next_retry_s(now_s))
                 return
 
@@ -231,16 +223,13 @@ class Maintenance:
             outcome.due.ended(outcome.ending)
 
     def schedule_changes(self) -> None:
-        """Schedule the next batch of changes, so that the batch is written even without further calls. If the janitor
-        accepts no delay, does nothing before the batch is due."""
+        """Schedule the next batch of changes, so that the batch is written even without further calls."""
         if self._changes_file.has_unwritten:
             self.collect()  # a write failed; its result, if not applied yet, starts the backoff
         writer = self._chores.changes
         if self._log.is_scheduled or not writer.has_work:
             return
         delay_s = writer.delay_s()
-        if delay_s > 0 and not self._dispatcher.can_delay:
-            return
         self._log.is_scheduled = True
         if self._dispatcher.start_delayed(DueChore(writer, Log()), delay_s):
             writer.planned(delay_s)

@@ -19,8 +19,7 @@ from hybridkv.tiers.disk.index.records import RecordTable
 from hybridkv.tiers.disk.index.segments import Segment, SegmentStage, SegmentTable
 from hybridkv.tiers.disk.maintenance.chore import Epoch, StoreFiles, StoreState, Tables, run
 from hybridkv.tiers.disk.maintenance.compaction import Compaction
-from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor
-from hybridkv.tiers.disk.maintenance.maintenance import Chores, Maintenance
+from hybridkv.tiers.disk.maintenance.maintenance import Chores
 from hybridkv.tiers.disk.maintenance.withdrawals import WriteEpoch
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.recovery.recovery import FoundStore, recover
@@ -51,7 +50,7 @@ def build_store(
         opened = _build_store(namespace, fingerprint, options, sizes, clock)
     trim_heap()
     opened.state.records.make_room(0, 0)
-    Maintenance(opened.state, opened.chores, InlineJanitor()).run_before_open()
+    opened.chores.run_before_open()
     return opened
 
 
