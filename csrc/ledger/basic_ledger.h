@@ -1,7 +1,7 @@
-// Keys of a tier and their states, by the rules of hybridkv.tiers.ledger. It evicts only leaves, keys that no present
-// key extends, the least recently used first. The entry that an evicted one extended is evicted next, or becomes the
-// most recent one if it was used in a later call. If a key with extensions is removed, these extend its parent: the key
-// that it extended.
+// Keys of a tier and their states, by the rules of tests/kits/plain_ledger.py. It evicts only leaves, keys that no
+// present key extends, the least recently used first. The entry that an evicted one extended is evicted next, or
+// becomes the most recent one if it was used in a later call. If a key with extensions is removed, these extend its
+// parent: the key that it extended.
 // It takes many keys in one call. A `Space` places the bytes and counts their size, in units.
 //
 // The cost of a call does not depend on the number of keys in the ledger; that of `forget_all` depends on the number of

@@ -1,4 +1,4 @@
-// Keys with changed lookup answers, for one reader. The same as hybridkv.tiers.changes.ChangeFeed.
+// Keys with changed lookup answers, for one reader. The same as ChangeFeed of tests/kits/plain_ledger.py.
 #ifndef HYBRIDKV_LEDGER_CHANGE_FEED_H_
 #define HYBRIDKV_LEDGER_CHANGE_FEED_H_
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import Extends, Key, NewChunk, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger import Entry, EvictionPolicy, KeyLedger, KeyState, LruPolicy
+from hybridkv.tiers.ledger import Entry, KeyState
 from hybridkv.tiers.ram.sizes import count_granules, count_keys, round_up_to_granules
+from kits.plain_ledger import KeyLedger, LruPolicy
 
 _RESERVED = KeyState.RESERVED
 
@@ -101,7 +102,7 @@ class PlainRamIndex(KeyLedger[SlotEntry]):
     def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
         num_granules = count_granules(capacity_bytes, granule_bytes)
         self.max_keys = count_keys(num_granules, granule_bytes, smallest_bytes)
-        order: EvictionPolicy[SlotEntry] = LruPolicy()
+        order: LruPolicy[SlotEntry] = LruPolicy()
         space = GranuleAllocator(num_granules, granule_bytes)
         super().__init__(space, order, num_granules * granule_bytes, max_keys=self.max_keys)
         self.granule_bytes = granule_bytes

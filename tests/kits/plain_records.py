@@ -16,8 +16,9 @@ from hybridkv.tiers.disk.index.records import Record, cost_of
 from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
 from hybridkv.tiers.disk.index.snapshot_source import RecordColumns
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.ledger import EvictionPolicy, KeyLedger, KeyState, LruPolicy
+from hybridkv.tiers.ledger import KeyState
 from hybridkv.tiers.yielding import pieces
+from kits.plain_ledger import KeyLedger, LruPolicy
 
 _RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
 _LIST_BITS = 32
@@ -171,7 +172,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
         self._segments = segments
         self._record_space = _RecordSpace(segments, log)
         self.log = log
-        order: EvictionPolicy[PlainRecord] = LruPolicy()
+        order: LruPolicy[PlainRecord] = LruPolicy()
         largest_bytes = min(sizes.segment_room_bytes, sizes.usable_bytes)
         super().__init__(
             self._record_space, order, sizes.usable_bytes, self._record_space, largest_bytes, sizes.max_records

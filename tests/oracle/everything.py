@@ -18,9 +18,8 @@ from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.stores.store_planner import StorePlanner
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.recovery import builder
-from hybridkv.tiers.ledger import LruPolicy
-from hybridkv.tiers.ledger.states import E
 from kits import plain_ram_index, plain_records
+from kits.plain_ledger import E, LruPolicy
 from oracle.disk_tier import LARGE, forget, stacked
 from oracle.engine import OracleEngine
 from oracle.known_stops import allow_all_stops

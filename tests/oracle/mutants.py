@@ -15,8 +15,8 @@ from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
 from hybridkv.tiers.disk.recovery import builder
-from hybridkv.tiers.ledger import KeyLedger
 from hybridkv.tiers.stack import Direction, TierMove, TierStack
+from kits.plain_ledger import KeyLedger
 from kits.plain_ram_index import PlainRamIndex
 from kits.plain_records import PlainRecordTable
 from oracle.mixes import QWEN3_NEXT

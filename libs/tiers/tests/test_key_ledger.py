@@ -1,4 +1,4 @@
-"""State machine of a key ledger with its space and observer, in any order of calls; and its bounds."""
+"""State machine of the reference ledger with its space and observer, in any order of calls; and its bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot, TierProtocolError
-from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
+from hybridkv.tiers.ledger import Entry, KeyState
+from kits.plain_ledger import KeyLedger, LruPolicy
 
 KEYS = [bytes([number]) for number in range(6)]
 CAPACITY_BYTES, LARGEST_BYTES, MAX_KEYS = 12, 7, 4

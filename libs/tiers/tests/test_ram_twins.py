@@ -24,7 +24,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Refusal, ReportsChanges, Slot, TierConfigurationError, TierIndex, TierProtocolError
+from hybridkv.tiers import (
+    Changes,
+    Refusal,
+    ReportsChanges,
+    Slot,
+    TierConfigurationError,
+    TierIndex,
+    TierProtocolError,
+)
 from hybridkv.tiers.ram import RamIndex
 from kits.plain_ram_index import PlainRamIndex
 
@@ -227,6 +235,16 @@ def test_a_ram_index_reports_changes() -> None:
     index = RamIndex(1 << 20, 4096, 3 * 4096)
     assert isinstance(index, TierIndex) and isinstance(index, ReportsChanges)
     assert index.max_keys == 85 and index.before_reserving is None
+
+
+def test_a_feed_that_is_not_read_stays_small_and_reports_any() -> None:
+    index = RamIndex(64 * 16, 16)
+    index.watch_at_most(4)
+    for number in range(9):
+        index.reserve(b"%d" % number, 16)
+    assert index.take_changes() == Changes(set(), True)
+    index.reserve(b"more", 16)
+    assert index.take_changes() == Changes({b"more"}, False)
 
 
 def test_a_reservation_first_runs_the_callback_that_may_pin() -> None:

@@ -1,7 +1,7 @@
 """Suites that every tier must pass. A test derives from the class and defines `make_tier`.
 
-Sealed memory (`make_memory`) and eviction policies (`make_order`) have suites too. Uses no test framework: any runner
-that collects `test_*` methods of classes will do.
+Sealed memory (`make_memory`) has a suite too. Uses no test framework: any runner that collects `test_*` methods of
+classes will do.
 """
 
 from kits.tiers.conformance.changes import ChangesConformance
@@ -10,7 +10,6 @@ from kits.tiers.conformance.index import IndexConformance
 from kits.tiers.conformance.late import AskConformance, LateAnswersConformance, LateConformance
 from kits.tiers.conformance.medium import MediumConformance
 from kits.tiers.conformance.memory import SealedMemoryConformance
-from kits.tiers.conformance.order import EvictionPolicyConformance, LeastRecentlyUsedConformance
 from kits.tiers.conformance.read_only import ReadOnlyConformance
 from kits.tiers.conformance.tier import CHUNK_BYTES, Tier, TierSuite
 
@@ -28,14 +27,12 @@ __all__ = [
     "AskConformance",
     "ChangesConformance",
     "EvictionConformance",
-    "EvictionPolicyConformance",
     "ExactEvictionConformance",
     "ExactTierConformance",
     "IndexConformance",
     "LateAnswersConformance",
     "LateConformance",
     "LeafFirstConformance",
-    "LeastRecentlyUsedConformance",
     "MediumConformance",
     "ReadOnlyConformance",
     "SealedMemoryConformance",

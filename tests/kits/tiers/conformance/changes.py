@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.changes import MAX_CHANGED_KEYS, ChangeFeed, Changes, ReportsChanges
+from hybridkv.tiers.changes import Changes, ReportsChanges
 from hybridkv.tiers.contract import Key, Slot, TierIndex
 from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
@@ -89,15 +89,6 @@ class ChangesConformance(TierSuite):
                 num_changed += len(changed)
                 seen = now
         assert num_changed > _STEPS / 20
-
-    def test_a_feed_that_is_not_read_stays_small_and_reports_any(self) -> None:
-        feed = ChangeFeed(max_keys=4)
-        for number in range(9):
-            feed.add(b"%d" % number)
-        assert feed.take() == Changes(set(), True)
-        feed.add(A)
-        assert feed.take() == Changes({A}, False)
-        assert MAX_CHANGED_KEYS < 1 << 20
 
 
 def _do_something(index: TierIndex, draw: random.Random, pinned: list[Key]) -> None:

@@ -33,37 +33,3 @@ class ReportsChanges(Protocol):
     def take_changes(self) -> Changes:
         """Changes since the last call, or since `watch`."""
         ...
-
-
-class ChangeFeed:
-    """Collects changed keys.
-
-    Args:
-        max_keys: most keys that the feed keeps. With more keys, `take` reports that any key may have changed.
-    """
-
-    __slots__ = ("_is_any", "_keys", "_max_keys")
-
-    def __init__(self, max_keys: int = MAX_CHANGED_KEYS) -> None:
-        self._max_keys = max_keys
-        self._keys: set[Key] = set()
-        self._is_any = False
-
-    def add(self, key: Key) -> None:
-        """Record that the lookup result of this key changed."""
-        if self._is_any:
-            return
-        self._keys.add(key)
-        if len(self._keys) > self._max_keys:
-            self.add_all()
-
-    def add_all(self) -> None:
-        """Record that the lookup result of any key may have changed."""
-        self._keys = set()
-        self._is_any = True
-
-    def take(self) -> Changes:
-        """Changes since the last call."""
-        taken = Changes(self._keys, self._is_any)
-        self._keys, self._is_any = set(), False
-        return taken

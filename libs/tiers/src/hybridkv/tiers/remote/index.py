@@ -27,8 +27,8 @@ from hybridkv.tiers.contract import (
     TierCounts,
 )
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.remote.found import FoundPlaces, P
+from hybridkv.tiers.remote.ledger import RemoteEntry, RemoteLedger
 from hybridkv.tiers.remote.lookups import LookupTracker
 from hybridkv.tiers.remote.options import RemoteOptions
 
@@ -48,39 +48,6 @@ class LookupClient(Protocol):
         ...
 
 
-class RemoteEntry(Entry, Generic[P]):
-    """Ledger entry of a chunk that was read or stored."""
-
-    key: Key
-    number: int
-    place: P
-    is_expired: bool
-    """True if the chunk expired while it was pinned. It is offered until the last unpin."""
-
-    @property
-    def slot(self) -> Slot:
-        return self.place.slot(self.number)
-
-
-class _RemoteSpace(Generic[P]):
-    """`Space` of the index's ledger, without a limit. Before the ledger takes a chunk, the index sets `next` to the
-    place of this chunk."""
-
-    def __init__(self) -> None:
-        self.next: P
-        self._number = 0
-
-    def take(self, key: Key, num_bytes: int, cost: int) -> RemoteEntry[P]:
-        number, self._number = self._number, self._number + num_bytes
-        return RemoteEntry(cost, KeyState.RESERVED, 0, key, number, self.next, False)
-
-    def free(self, entry: RemoteEntry[P]) -> None:
-        """Does nothing: this index manages no space."""
-
-    def keep_only(self, entries: Iterable[RemoteEntry[P]]) -> None:
-        """Does nothing: this index manages no space."""
-
-
 class RemoteIndex(Generic[P]):
     """Base class of the index of a remote tier.
 
@@ -98,10 +65,7 @@ class RemoteIndex(Generic[P]):
         self._number = 0
         """Number of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces(2 * options.max_known)
-        self._space: _RemoteSpace[P] = _RemoteSpace()
-        self._ledger: KeyLedger[RemoteEntry[P]] = KeyLedger(
-            self._space, LruPolicy(), options.known_bytes, max_keys=options.max_known
-        )
+        self._ledger: RemoteLedger[P] = RemoteLedger(options.known_bytes, options.max_known)
         """Chunks that were read or stored."""
         self._expiries: list[tuple[float, int, RemoteEntry[P]]] = []
         """Heap of (expiry time, number, entry) of the committed ledger entries, and of some that are gone. At most
@@ -188,7 +152,7 @@ class RemoteIndex(Generic[P]):
         """True if a key should be stored. False for an expired key, unless a new lookup of the key is open, or has
         found that the key is missing."""
         self._poll_events()
-        is_unknown = self._ledger.lacks(key) and key not in self._found.by_key
+        is_unknown = self._ledger.lookup(key) is _MISS and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)
 
     def _poll_events(self) -> None:
@@ -244,8 +208,8 @@ class RemoteIndex(Generic[P]):
         """Drop found chunks, then chunks that were stored or read, until there is room. If that cannot be enough, drops
         no chunk and returns False."""
         ledger, found = self._ledger, self._found
-        in_use_bytes, num_in_use = ledger.used_bytes - ledger.unpinned_bytes, ledger.num_reserved + ledger.num_pinned
-        if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._options.max_known:
+        has_bytes = ledger.in_use_bytes + num_bytes <= self.capacity_bytes
+        if not has_bytes or ledger.num_in_use + num_keys > self._options.max_known:
             return False
         while self._exceeds_limits(num_bytes, num_keys):
             if found.by_key:
@@ -266,8 +230,7 @@ class RemoteIndex(Generic[P]):
 
     def _take_over(self, key: Key) -> RemoteEntry[P]:
         """Move a found chunk into the ledger, because it is read or invalidated now."""
-        place = self._space.next = self._found.pop(key)
-        entry = self._ledger.take(key, place.num_bytes, place.num_bytes)
+        entry = self._ledger.take(key, self._found.pop(key))
         self._ledger.commit(key)
         self._num_taken_over += 1
         self._track_expiry(entry)
@@ -384,8 +347,7 @@ class RemoteIndex(Generic[P]):
             return self._ledger.tally.refuse(place)
         self._make_room(num_bytes, 1)
         self._tracker.withdraw(key)
-        self._space.next = place
-        return self._ledger.take(key, num_bytes, num_bytes).slot
+        return self._ledger.take(key, place).slot
 
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         return [self.reserve(*chunk) for chunk in chunks]

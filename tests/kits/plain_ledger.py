@@ -1,32 +1,35 @@
-"""Ledger of keys: states (reserved, committed, deleted), pins, links between keys, eviction.
+"""Ledger over plain Python tables: states (reserved, committed, deleted), pins, links between keys, eviction.
+
+The base of the reference indexes, and the reference for `RemoteLedger`.
 
 A key extends at most one other key: the key of a chunk before it in the same prefix. To make room, the ledger evicts
 only leaves: keys that no other key extends. Suppose that key B extends key A. If B is gone and no other key extends A,
 A is evicted next. Exception: if A was used in a later call than B, A becomes the most recently used key.
 
-The only implementation of these rules in Python. Has no files and no addresses: a `Space` assigns places, an
-`EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for most steps. The cost of a
-call does not depend on the number of keys. Exceptions: `eviction_order`, refusals with NO_ROOM, and a call that links a
-key to the keys before it. An index of a tier derives from the ledger or owns one.
+Has no files and no addresses: a `Space` assigns places, an `LruPolicy` chooses the next key to evict, and an optional
+`LedgerObserver` is called for most steps. The cost of a call does not depend on the number of keys. Exceptions:
+`eviction_order`, refusals with NO_ROOM, and a call that links a key to the keys before it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from operator import length_hint
-from typing import Generic
+from itertools import chain, takewhile
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.changes import ChangeFeed, Changes
+from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger.policies import EvictionPolicy
-from hybridkv.tiers.ledger.states import E, KeyState, LedgerObserver, Space
+from hybridkv.tiers.ledger import Entry, KeyState
 from hybridkv.tiers.tally import Tally
+
+E = TypeVar("E", bound=Entry)
+E_contra = TypeVar("E_contra", bound=Entry, contravariant=True)
 
 # Every call uses these enum members, and a lookup by name takes time.
 _RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
@@ -34,14 +37,108 @@ _DELETED_WRITE, _DELETED_READ = KeyState.DELETED_WHILE_WRITTEN, KeyState.DELETED
 _MISS = LookupResult.MISS
 
 
-def _sets_stop_early() -> bool:
-    """True if `set.issuperset` stops at the first missing key of an iterator."""
-    rest = iter((0, 0))
-    return not {1}.issuperset(rest) and length_hint(rest) == 1
+class Space(Protocol[E]):
+    """Space of a tier: assigns and frees places. The ledger never requests more than the free space."""
+
+    def take(self, key: Key, num_bytes: int, cost: int) -> E:
+        """Assign space, and return a reserved entry. The ledger counts `cost`."""
+        ...
+
+    def free(self, entry: E) -> None:
+        """Free the space of an entry."""
+        ...
+
+    def keep_only(self, entries: Iterable[E]) -> None:
+        """Free the space of all other entries, without a loop over these."""
+        ...
 
 
-_SETS_STOP_EARLY = _sets_stop_early()
-_LISTS = (list, tuple)
+class LedgerObserver(Protocol[E_contra]):
+    """Callbacks for state changes and uses of a key. Not called for reservations, and not by `forget_all`."""
+
+    def on_written(self, entry: E_contra) -> None:
+        """The write ended: the entry is committed, or is freed next."""
+        ...
+
+    def on_pinned(self, entry: E_contra) -> None:
+        """The entry got its first pin."""
+        ...
+
+    def on_unpinned(self, entry: E_contra) -> None:
+        """The entry lost its last pin: the entry is committed, or is freed next."""
+        ...
+
+    def on_used(self, entries: Iterable[E_contra]) -> None:
+        """Committed, unpinned entries were touched."""
+        ...
+
+    def on_deleted(self, entry: E_contra) -> None:
+        """The entry is not offered any more."""
+        ...
+
+
+class LruPolicy(Generic[E]):
+    """The committed and unpinned keys that no key extends. Iterates from the least to the most recently used key."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Key, E] = OrderedDict()
+
+    def track(self, key: Key, entry: E, *, is_next: bool = False) -> None:
+        """Add a key as the most recently used key, or with `is_next` as the next key to evict."""
+        self._entries[key] = entry
+        if is_next:
+            self._entries.move_to_end(key, last=False)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Mark keys as used, in order. Ignores other keys."""
+        for key in keys:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+
+    def pick(self) -> tuple[Key, E]:
+        """Remove and return the next key to evict."""
+        return self._entries.popitem(last=False)
+
+    def forget(self, key: Key) -> None:
+        del self._entries[key]
+
+    def clear(self) -> None:
+        self._entries = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._entries)
+
+
+class ChangeFeed:
+    """Collects changed keys. With more than `MAX_CHANGED_KEYS` keys, `take` reports that any key may have changed."""
+
+    __slots__ = ("_is_any", "_keys")
+
+    def __init__(self) -> None:
+        self._keys: set[Key] = set()
+        self._is_any = False
+
+    def add(self, key: Key) -> None:
+        """Record that the lookup result of this key changed."""
+        if self._is_any:
+            return
+        self._keys.add(key)
+        if len(self._keys) > MAX_CHANGED_KEYS:
+            self.add_all()
+
+    def add_all(self) -> None:
+        """Record that the lookup result of any key may have changed."""
+        self._keys = set()
+        self._is_any = True
+
+    def take(self) -> Changes:
+        """Changes since the last call."""
+        taken = Changes(self._keys, self._is_any)
+        self._keys, self._is_any = set(), False
+        return taken
 
 
 class KeyLedger(SyncLookups, Generic[E]):
@@ -60,7 +157,7 @@ class KeyLedger(SyncLookups, Generic[E]):
     def __init__(
         self,
         space: Space[E],
-        order: EvictionPolicy[E],
+        order: LruPolicy[E],
         capacity_bytes: int,
         observer: LedgerObserver[E] | None = None,
         largest_bytes: int | None = None,
@@ -118,7 +215,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         return len(self.pinned_now)
 
     def eviction_order(self) -> list[Key]:
-        """Committed and unpinned keys in the order of eviction, if the `EvictionPolicy` iterates in this order.
+        """Committed and unpinned keys in the order of eviction.
 
         Leaves out the keys that a reserved or pinned key extends, directly or through other keys.
         """
@@ -134,15 +231,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def leading(self, keys: Iterable[Key]) -> int:
         """Number of leading keys that are HIT or PENDING."""
-        held = self._held
-        if _SETS_STOP_EARLY and isinstance(keys, _LISTS):
-            rest = iter(keys)
-            return len(keys) if held.issuperset(rest) else len(keys) - length_hint(rest) - 1
-        place = -1
-        for place, key in enumerate(keys):
-            if key not in held:
-                return place
-        return place + 1
+        return sum(1 for _ in takewhile(self._held.__contains__, keys))
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
