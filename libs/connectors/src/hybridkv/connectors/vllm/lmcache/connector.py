@@ -63,7 +63,7 @@ class HybridLMCacheConnector(StoreConnector):
                 admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             room = LoadRoom(admission, time.monotonic)
             self._scheduler_builder = LMCacheBuilder(vllm_config, config, layout, room, self._metrics)
-            self._scheduler = WaitingScheduler(self._scheduler_builder.num_ranks, NAME, LMCachePlan())
+            self._scheduler = WaitingScheduler(layout.world_size, NAME, LMCachePlan())
         else:
             device_type = vllm_config.device_config.device_type
             self._device = devices.open_device(device_type, config.copies)

@@ -31,7 +31,7 @@ from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.builder import BuilderInputs, OffloadBuilder, check_settings
+from hybridkv.connectors.vllm.offload.builder import OffloadBuilder, check_settings
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.worker import DRAIN_S, OffloadWorker
 from hybridkv.planner import LoadAdmission
@@ -60,7 +60,8 @@ class HybridOffloadConnector(StoreConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        config, layout, sizes = check_settings(vllm_config, kv_cache_config)
+        settings = check_settings(vllm_config, kv_cache_config)
+        config, layout, sizes = settings
         self._config, self._layout = config, layout
         self._keeps_on_reset = config.on_reset == "keep"
         self._scheduler: OffloadScheduler | WaitingScheduler | None = None
@@ -70,12 +71,10 @@ class HybridOffloadConnector(StoreConnector):
                 layout.spec, compat.max_in_flight_tokens(vllm_config)
             )
             self._scheduler_builder = OffloadBuilder(
-                BuilderInputs(
-                    vllm_config, config, layout, sizes, admission, self._metrics, self._child_place.prefill_stops
-                )
+                vllm_config, settings, admission, self._metrics, self._child_place.prefill_stops
             )
-            self._scheduler = WaitingScheduler(self._scheduler_builder.num_ranks, "HybridOffloadConnector", StepPlan())
-            if self._scheduler_builder.needs_no_worker:
+            self._scheduler = WaitingScheduler(layout.world_size, "HybridOffloadConnector", StepPlan())
+            if not config.secondary:
                 self._open()
         else:
             device_type = vllm_config.device_config.device_type
