@@ -57,6 +57,8 @@ class HybridOffloadConnector(StoreConnector):
     """
 
     _plan_type = StepPlan
+    _scheduler: OffloadScheduler | WaitingScheduler | None
+    _worker: OffloadWorker | None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,8 +66,6 @@ class HybridOffloadConnector(StoreConnector):
         config, layout, sizes = settings
         self._config, self._layout = config, layout
         self._keeps_on_reset = config.on_reset == "keep"
-        self._scheduler: OffloadScheduler | WaitingScheduler | None = None
-        self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             admission = self._child_place.admission or LoadAdmission(
                 layout.spec, compat.max_in_flight_tokens(vllm_config)
@@ -96,12 +96,6 @@ class HybridOffloadConnector(StoreConnector):
         super().requires_piecewise_for_cudagraph(extra_config)
         tiers.require_host(decode_config(extra_config))
         return False
-
-    def _scheduler_half(self) -> OffloadScheduler | WaitingScheduler | None:
-        return self._scheduler
-
-    def _worker_half(self) -> OffloadWorker | None:
-        return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
         self._scheduler = self._scheduler_builder.build(waiting.facts)
