@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from hybridkv.connectors.vllm.common.copies.rank_worker import LoadResults
     from hybridkv.connectors.vllm.common.layout import CacheLayout
-    from hybridkv.connectors.vllm.offload.worker import LoadResults
 
 scheduler_logger = logging.getLogger("vllm.hybridkv.scheduler")
 

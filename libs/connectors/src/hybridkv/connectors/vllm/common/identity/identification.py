@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.common.identity import EngineFacts, IdentityConfig, engine_facts, without_ignored
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity.engine import EngineFacts, IdentityConfig, engine_facts
+from hybridkv.connectors.vllm.common.identity.excluded import without_ignored
 from hybridkv.connectors.vllm.common.identity.worker_facts import merged, relevant_facts
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import ChunkKeys
