@@ -66,13 +66,13 @@ def hold_time() -> None:
 
 def inject_below_the_tier() -> None:
     """Disk media created from now on can be made to fail."""
-    build = tiers.disk_medium
+    build = tiers.DiskMedium
 
     def disk_medium(*arguments: Any) -> TierMedium:
         MEDIA.append(FaultInjectingMedium(build(*arguments), FaultPlan()))
         return MEDIA[-1]
 
-    tiers.disk_medium = disk_medium  # type: ignore[assignment]
+    tiers.DiskMedium = disk_medium  # type: ignore[misc, assignment]
 
 
 def count() -> None:

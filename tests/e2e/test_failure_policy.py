@@ -69,7 +69,7 @@ def log_lines() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def engine(log_lines: list[str], kind: str, kv_transfer_config: dict[str, Any], directory: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults_process.tiers, "disk_medium", faults_process.tiers.disk_medium)
+        patch.setattr(faults_process.tiers, "DiskMedium", faults_process.tiers.DiskMedium)
         faults_process.inject_below_the_tier()
         with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config) as running:
             yield running

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hybridkv.canonical import GroupPages, TokenRange
-    from hybridkv.connectors.vllm.common.messages import ChunkCopy
+    from hybridkv.connectors.vllm.common.copies.table import ChunkCopy
     from hybridkv.planner import CacheSpec
     from hybridkv.transfer import CopyRuns
 

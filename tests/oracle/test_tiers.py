@@ -74,12 +74,12 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
 def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
     """The first plan in this list applies to the disk media that are built."""
     plans = [FaultPlan()]
-    build = tiers.disk_medium
+    build = tiers.DiskMedium
 
     def disk_medium(*arguments: Any) -> TierMedium:
         return FaultInjectingMedium(build(*arguments), plans[0])
 
-    monkeypatch.setattr(tiers, "disk_medium", disk_medium)
+    monkeypatch.setattr(tiers, "DiskMedium", disk_medium)
     return plans
 
 

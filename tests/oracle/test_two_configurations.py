@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.common.identity import EngineFacts, identification
+from hybridkv.connectors.vllm.common.identity import identification
+from hybridkv.connectors.vllm.common.identity.engine import EngineFacts
 from hybridkv.connectors.vllm.offload import connector as offload
 from oracle.disk_tier import forget, stacked
 from oracle.engine import OracleEngine

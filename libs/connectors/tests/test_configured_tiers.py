@@ -45,8 +45,8 @@ class StackBuilder:
         self.peer = RemoteStore(1, self.clock, is_silent=True)
         open_index = tiers.open_index
 
-        def with_peer(tier: SecondaryTierConfig, inputs: tiers.IndexInputs) -> TierIndex:
-            return RemoteIndex(self.peer, 1 << 20) if isinstance(tier, PeerTierConfig) else open_index(tier, inputs)
+        def with_peer(tier: SecondaryTierConfig, *rest: Any) -> TierIndex:
+            return RemoteIndex(self.peer, 1 << 20) if isinstance(tier, PeerTierConfig) else open_index(tier, *rest)
 
         monkeypatch.setattr(tiers, "open_index", with_peer)
         monkeypatch.setattr(tiers, "clock", self.clock)

@@ -18,10 +18,12 @@ from hybridkv.canonical import LayerLayout, TokenRange
 from hybridkv.canonical.strides import MAX_REGIONS
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns, Zeros
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.connectors.vllm.common.messages import Load, StepPlan, Store
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamArena

@@ -27,9 +27,10 @@ from hybridkv.connectors.vllm.common.copies.devices import (
     EngineCopies,
     EngineDevice,
 )
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyRuns, CpuCopyEngine, InlineCopyEngine, JobId

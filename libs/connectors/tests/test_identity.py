@@ -23,8 +23,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.identity import configuration_facts, engine_facts, spec_facts, without_ignored
-from hybridkv.connectors.vllm.common.identity.engine import NONCE
+from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts, spec_facts
+from hybridkv.connectors.vllm.common.identity.engine import NONCE, engine_facts
+from hybridkv.connectors.vllm.common.identity.excluded import without_ignored
 from hybridkv.connectors.vllm.common.identity.fact_text import MAX_TEXT, child, text
 from hybridkv.hashing import Fingerprint, diff
 

@@ -24,11 +24,11 @@ from transformers import PretrainedConfig
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 
-from hybridkv.connectors.vllm.common.identity import configuration_facts, environment_facts
-from hybridkv.connectors.vllm.common.identity.configuration import field_exclusion_reason
+from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts, field_exclusion_reason
 from hybridkv.connectors.vllm.common.identity.environment import (
     CANDIDATE_VARIABLES,
     EXCLUDED_VARIABLES,
+    environment_facts,
     is_candidate_variable,
     variable_exclusion_reason,
 )

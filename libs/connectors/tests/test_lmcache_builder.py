@@ -29,8 +29,6 @@ from kits.lmcache.server_process import eventually
 class FixedIdentityBuilder:
     """Fixed facts of an engine."""
 
-    num_ranks = 1
-
     def __init__(self, *args: object, **keys: object) -> None:
         self.keys = ChunkKeys(layout_of((FULL,)).fingerprint({"model": "m"}), BLOCK)
 

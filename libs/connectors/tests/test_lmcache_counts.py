@@ -63,15 +63,3 @@ def test_every_trouble_is_a_label_of_the_catalogue() -> None:
     failures = {f"store {reason}": 1 for reason in CallFailureReason}
     ServerCounts(metrics).operations(OperationCounts(stores=len(failures), failures=failures))
     assert len(taken(metrics)) == len(CallFailureReason)
-
-
-def test_a_state_is_reported_when_it_changes() -> None:
-    metrics = ConnectorMetrics()
-    counts = ServerCounts(metrics)
-    for is_up, expected in ((False, {"up": 0}), (False, {}), (True, {"up": 1}), (True, {})):
-        counts.state(is_up)
-        assert taken(metrics) == expected
-    counts.pool(0, 100)
-    assert taken(metrics) == {"pool_used_bytes": 0, "pool_capacity_bytes": 100}
-    counts.pool(0, 100)
-    assert taken(metrics) == {}

@@ -13,6 +13,7 @@ from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, WAIT_S, Model, Rank, d
 
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
+from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, StoreRelease
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import HEADER_BYTES
@@ -283,6 +284,19 @@ def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
     worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
     assert worker.worker.results().failed == {"second"}, "a second load does not wait"
     assert worker.counted()["lmcache_up"] == 0
+
+
+def test_the_gauges_of_a_server_are_sent_again_after_a_while(rank: MakeRank) -> None:
+    with ScriptedServer() as server:
+        address = server.address
+    worker = rank(address)
+    worker.begin()
+    sent = []
+    for _ in range(3 * GAUGE_RESEND_INTERVAL):
+        worker.worker.results()
+        sent.append(worker.counted())
+    for gauge in ("lmcache_up", "lmcache_pool_used_bytes", "lmcache_pool_capacity_bytes"):
+        assert sum(gauge in counts for counts in sent) == 3, gauge
 
 
 def test_a_server_that_was_connected_and_is_gone_is_not_waited_for(rank: MakeRank) -> None:

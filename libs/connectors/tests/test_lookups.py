@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup, UnansweredIsMiss
+from hybridkv.connectors.vllm.common.lookups import PendingIsMiss, RequestKeys, TierLookup
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
 from hybridkv.tiers import Slot
@@ -325,9 +325,14 @@ class FixedAnswers:
 
 
 @given(st.text("hsa-", max_size=8))
-def test_unanswered_is_miss_changes_only_pending_lookups(answers: str) -> None:
-    asked, plain = UnansweredIsMiss(FixedAnswers(answers)), FixedAnswers(answers.replace("a", "-"))
-    keys = list(plain.answers)
-    assert [asked.lookup(key) for key in keys] == [plain.lookup(key) for key in keys]
-    assert (asked.leading(keys), asked.last_held(keys)) == (plain.leading(keys), plain.last_held(keys))
-    assert asked.any_pending(keys) == plain.any_pending(keys)
+def test_pending_is_miss_changes_only_the_chosen_pending_lookups(answers: str) -> None:
+    index = FixedAnswers(answers)
+    without_async, without_pending = answers.replace("a", "-"), answers.replace("a", "-").replace("s", "-")
+    for view, expected in (
+        (PendingIsMiss(index, index.is_lookup_pending), FixedAnswers(without_async)),
+        (PendingIsMiss(index), FixedAnswers(without_pending)),
+    ):
+        keys = list(index.answers)
+        assert [view.lookup(key) for key in keys] == [expected.lookup(key) for key in keys]
+        assert (view.leading(keys), view.last_held(keys)) == (expected.leading(keys), expected.last_held(keys))
+        assert view.any_pending(keys) == expected.any_pending(keys)

@@ -3,16 +3,8 @@ import pickle
 
 import pytest
 
-from hybridkv.connectors.vllm.common.messages import (
-    ChunkCopy,
-    CopyTable,
-    Load,
-    LoadFailure,
-    StepOutcome,
-    StepPlan,
-    Store,
-    StoreOutcome,
-)
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.messages import Load, LoadFailure, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.tiers import Slot
 
 COPY = ChunkCopy(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))

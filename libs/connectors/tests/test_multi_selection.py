@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from multi_fakes import BLOCK_BYTES, Bench, FakeStore, new_blocks, new_request, output, scheduled
 
+from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL
 from hybridkv.planner import AUTO
 from hybridkv.planner.admission import MAX_GATE_S
 
@@ -247,6 +248,17 @@ def test_invalid_blocks_bar_the_child_of_their_request() -> None:
     bench.selector.plan_step(scheduled([fine], 1))
     assert bench.ask(hurt) is None
     assert bench.admit(hurt) == 1
+
+
+@pytest.mark.parametrize("num_front_ends", range(1, 13))
+def test_each_of_several_front_ends_gets_constant_pending_loads(num_front_ends: int) -> None:
+    bench = Bench(FakeStore(64), FakeStore(0))
+    bench.admit(new_request())
+    updated = {}
+    for step in range(num_front_ends * GAUGE_RESEND_INTERVAL):
+        if (stats := bench.selector.take_stats()) is not None:
+            updated[step % num_front_ends] = stats.children["s0"].pending_loads
+    assert updated == dict.fromkeys(range(num_front_ends), 1)
 
 
 def test_a_load_within_a_step_ends_with_it_and_takes_the_workers_time() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.common.identity import spec_facts
+from hybridkv.connectors.vllm.common.identity.configuration import spec_facts
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import GroupFingerprint, LayerFingerprint
 from hybridkv.peers.comparison import compare

@@ -6,11 +6,19 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from test_lookups import FULL, make_layout
+from test_lookups import BLOCK, FULL, make_layout
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
+from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.messages import LoadFailure
+from hybridkv.connectors.vllm.common.requests import Requests
 from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL, ConnectorMetrics, OffloadStats
+from hybridkv.connectors.vllm.offload.reuse import RECORD_S, ReuseMeter
 from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
@@ -257,6 +265,30 @@ def test_a_gauge_is_sent_on_change_and_again_after_a_while() -> None:
     assert gauges() == {"vllm:hybridkv_tier_used_bytes": 8192}
     later = [gauges() for _ in range(2 * GAUGE_RESEND_INTERVAL)]
     assert [each for each in later if each] == [both | {"vllm:hybridkv_tier_used_bytes": 8192}] * 2
+
+
+def test_gauges_of_announcements_and_of_reuse_are_sent_again_without_news() -> None:
+    made, stack = make_layout((FULL,)), TierStack(RamIndex(1 << 20, 4096), [], 1, lambda: 0.0)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request("r", [1] * 9, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    now_s, metrics = [0.0], ConnectorMetrics()
+    tracked = Requests(made.layout, made.keys, Adapters(made.keys, 0)).track(request)
+    meter = ReuseMeter(made.layout, stack, metrics, lambda: now_s[0])
+    meter.on_admitted(tracked)
+    tracked.chain.keys[0, 8] = made.key(0, tracked.prefix_hashes(), 8)
+    meter.on_request_finished(tracked)
+    now_s[0] = RECORD_S
+    events = RouterEvents(made.layout, stack, [{"group_idx": 0}], metrics)
+    sent: dict[str, int] = {}
+    for _ in range(3 * GAUGE_RESEND_INTERVAL):
+        meter.record()
+        assert events.take() == []
+        if (stats := metrics.take()) is not None:
+            for name in {name.removeprefix("vllm:hybridkv_") for name, _, _ in stats.data["gauges"]}:
+                sent[name] = sent.get(name, 0) + 1
+    gauges = ("estimated_hit_share", "reused_bytes", "announced_tokens", "unannounced_chunks")
+    assert sent == dict.fromkeys(gauges, 3)
 
 
 @pytest.mark.parametrize("num_front_ends", range(1, 13))

@@ -8,7 +8,7 @@ import pytest
 
 from hybridkv.connectors.vllm.common.base.store_connector import StoreConnector
 
-HOOKS = ("_open_store", "_scheduler_half", "_worker_half")
+HOOKS = ("_open_store",)
 
 
 @pytest.mark.parametrize("missing", HOOKS)

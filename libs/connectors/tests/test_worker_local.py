@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from test_worker_seals import BLOCKS, CHUNK_BYTES, PAGES, SLOTS, STRIDE, Rig
 
-from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.messages import Load, StepPlan, Store
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.transfer.jobs import copy_runs
 

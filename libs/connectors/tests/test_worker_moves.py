@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.worker import OPEN_AGAIN_S, CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import OPEN_AGAIN_S, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import Direction, TierMove

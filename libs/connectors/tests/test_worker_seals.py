@@ -23,10 +23,12 @@ from hybridkv.connectors.vllm.common.copies.ram_checks import (
     VerifyRam,
     choose_verify_ram,
 )
-from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.messages import Load, StepPlan, Store
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import worker as worker_module
-from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.contract import Completion
 from hybridkv.tiers.ram import RamArena

@@ -9,7 +9,8 @@ import patience
 import pytest
 from test_worker_seals import SLOTS, Rig
 
-from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.messages import Load, StepPlan, Store
 from hybridkv.transfer import CpuCopyEngine
 from hybridkv.transfer.jobs import copy_runs
 

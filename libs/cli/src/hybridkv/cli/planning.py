@@ -105,7 +105,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
     from vllm.config import set_current_vllm_config
 
     from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import misfiled_warning
-    from hybridkv.connectors.vllm.common.identity import configuration_facts
+    from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts
     from hybridkv.connectors.vllm.common.specs import cuts
     from hybridkv.connectors.vllm.offload.builder import check_settings
     from hybridkv.connectors.vllm.offload.startup_log import startup_report

@@ -274,10 +274,9 @@ class RouterEvents:
         new_events = self._announced_blocks.count_and_filter(events)
         for event in new_events:
             self._metrics.announced(type(event).__name__, event.medium)
-        if events:
-            announcer = self._announcer
-            num_tokens = announcer.num_on_paths * self._layout.spec.chunk_tokens
-            self._metrics.announcements(num_tokens, announcer.num_held - announcer.num_announced)
+        announcer = self._announcer
+        num_tokens = announcer.num_on_paths * self._layout.spec.chunk_tokens
+        self._metrics.announcements(num_tokens, announcer.num_held - announcer.num_announced)
         return new_events
 
     def _read_changes(self) -> None:

@@ -17,7 +17,7 @@ from hybridkv.canonical import LayerLayout, TokenRange, aligned_page_bytes
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.identity import spec_facts
+from hybridkv.connectors.vllm.common.identity.configuration import spec_facts
 from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import (

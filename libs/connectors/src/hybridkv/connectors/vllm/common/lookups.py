@@ -6,7 +6,7 @@ nothing and changes nothing in the tiers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hybridkv.hashing import ChunkKeys
@@ -136,57 +136,35 @@ class LookupIndex(Protocol):
 
 
 class PendingIsMiss:
-    """Index view in which pending chunks count as misses."""
+    """View of an index in which pending keys count as misses.
 
-    def __init__(self, index: LookupIndex) -> None:
+    Args:
+        index: index to look up in.
+        is_miss: whether a pending key counts as a miss. By default every pending key does.
+    """
+
+    def __init__(self, index: LookupIndex, is_miss: Callable[[bytes], bool] = lambda key: True) -> None:
         self._index = index
+        self._is_miss = is_miss
 
     def lookup(self, key: bytes) -> LookupResult:
-        return LookupResult.HIT if self._index.lookup(key) is LookupResult.HIT else LookupResult.MISS
+        answer = self._index.lookup(key)
+        return LookupResult.MISS if answer is LookupResult.PENDING and self._is_miss(key) else answer
 
     def leading(self, keys: Sequence[bytes]) -> int:
         num_held = self._index.leading(keys)
-        if self._index.any_pending(keys[:num_held]):
-            return next(i for i, key in enumerate(keys) if self._index.lookup(key) is LookupResult.PENDING)
-        return num_held
+        if not self._index.any_pending(keys[:num_held]):
+            return num_held
+        return next((i for i, key in enumerate(keys[:num_held]) if self.lookup(key) is LookupResult.MISS), num_held)
 
     def last_held(self, keys: Sequence[bytes]) -> int | None:
         place = self._index.last_held(keys)
-        while place is not None and self._index.lookup(keys[place]) is LookupResult.PENDING:
+        while place is not None and self.lookup(keys[place]) is LookupResult.MISS:
             place = self._index.last_held(keys[:place])
         return place
 
     def any_pending(self, keys: Sequence[bytes]) -> bool:
-        return False
-
-
-class AsyncLookupIndex(LookupIndex, Protocol):
-    """`LookupIndex` with asynchronous lookups, such as `TierStack`."""
-
-    def is_lookup_pending(self, key: bytes) -> bool: ...
-
-
-class UnansweredIsMiss:
-    """View of the stack in which a pending asynchronous lookup counts as a miss. A pending store stays pending."""
-
-    def __init__(self, index: AsyncLookupIndex) -> None:
-        self._index = index
-
-    def lookup(self, key: bytes) -> LookupResult:
-        return LookupResult.MISS if self._index.is_lookup_pending(key) else self._index.lookup(key)
-
-    def leading(self, keys: Sequence[bytes]) -> int:
-        num_held = self._index.leading(keys)
-        return next((i for i, key in enumerate(keys[:num_held]) if self._index.is_lookup_pending(key)), num_held)
-
-    def last_held(self, keys: Sequence[bytes]) -> int | None:
-        place = self._index.last_held(keys)
-        while place is not None and self._index.is_lookup_pending(keys[place]):
-            place = self._index.last_held(keys[:place])
-        return place
-
-    def any_pending(self, keys: Sequence[bytes]) -> bool:
-        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+        return self._index.any_pending(keys) and any(self.lookup(key) is LookupResult.PENDING for key in keys)
 
 
 class TierLookup:

@@ -141,11 +141,6 @@ class LMCacheBuilder:
         self.connection: Connection | None = None
         """Connection to the server; None before `build`."""
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of workers that must report their facts."""
-        return self._identification.num_ranks
-
     def build(self, ranks: Mapping[int, Mapping[str, str]]) -> LMCacheScheduler:
         """Builds the scheduler's half and starts to connect.
 

@@ -45,6 +45,8 @@ class HybridLMCacheConnector(StoreConnector):
     """
 
     _plan_type = LMCachePlan
+    _scheduler: LMCacheScheduler | WaitingScheduler | None
+    _worker: LMCacheWorker | None
     has_bounded_lookups = True
     """A lookup normally ends within milliseconds. It ends at `lookup_timeout_seconds` at the latest, and at once if the
     server is down."""
@@ -55,15 +57,13 @@ class HybridLMCacheConnector(StoreConnector):
         self._keeps_on_reset = config.on_reset == "keep"
         self._require_resumable()
         self._layout = layout = agree_on_layout(vllm_config, kv_cache_config, config)
-        self._scheduler: LMCacheScheduler | WaitingScheduler | None = None
-        self._worker: LMCacheWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             admission = None
             if self._child_place.admission is None:
                 admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             room = LoadRoom(admission, time.monotonic)
             self._scheduler_builder = LMCacheBuilder(vllm_config, config, layout, room, self._metrics)
-            self._scheduler = WaitingScheduler(self._scheduler_builder.num_ranks, NAME, LMCachePlan())
+            self._scheduler = WaitingScheduler(layout.world_size, NAME, LMCachePlan())
         else:
             device_type = vllm_config.device_config.device_type
             self._device = devices.open_device(device_type, config.copies)
@@ -77,12 +77,6 @@ class HybridLMCacheConnector(StoreConnector):
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching
         require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
-
-    def _scheduler_half(self) -> LMCacheScheduler | WaitingScheduler | None:
-        return self._scheduler
-
-    def _worker_half(self) -> LMCacheWorker | None:
-        return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> LMCacheScheduler:
         self._scheduler = self._scheduler_builder.build(waiting.facts)

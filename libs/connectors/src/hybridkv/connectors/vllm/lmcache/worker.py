@@ -31,7 +31,7 @@ _NOTHING = OperationCounts()
 
 
 class ServerCounts:
-    """Reports changes of the server's state and counts to the metrics.
+    """Reports operations of the server to the metrics, each once.
 
     Args:
         metrics: the connector's metrics.
@@ -40,8 +40,6 @@ class ServerCounts:
     def __init__(self, metrics: ConnectorMetrics) -> None:
         self._metrics = metrics
         self._counted = _NOTHING
-        self._is_up: bool | None = None
-        self._pool: tuple[int, int] | None = None
 
     def operations(self, now: OperationCounts) -> None:
         """Reports operations since the last call. `now` counts from the start of the connection."""
@@ -69,18 +67,6 @@ class ServerCounts:
         ):
             if chunks:
                 self._metrics.lmcache_chunks(operation, chunks)
-
-    def state(self, is_up: bool) -> None:
-        """Reports whether the server is usable."""
-        if is_up != self._is_up:
-            self._is_up = is_up
-            self._metrics.lmcache_state(is_up)
-
-    def pool(self, used_bytes: int, capacity_bytes: int) -> None:
-        """Reports the use of the shared memory."""
-        if (used_bytes, capacity_bytes) != self._pool:
-            self._pool = (used_bytes, capacity_bytes)
-            self._metrics.lmcache_pool(used_bytes, capacity_bytes)
 
     def _count(self, operation: str, outcome: str, number: int) -> None:
         if number:
@@ -173,8 +159,8 @@ class LMCacheWorker(RankWorker):
         self._step()
         if self._session is not None:
             self._counts.operations(self._session.operations.counts())
-            self._counts.state(self._session.ready is not None)
-            self._counts.pool(self._session.used_bytes, self._session.capacity_bytes)
+            self._metrics.lmcache_state(self._session.ready is not None)
+            self._metrics.lmcache_pool(self._session.used_bytes, self._session.capacity_bytes)
         return self._outcomes.take_results()
 
     def suspend(self, timeout_s: float) -> bool:

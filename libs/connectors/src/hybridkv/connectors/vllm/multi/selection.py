@@ -17,6 +17,7 @@ from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import group_specs, no_stored_group
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
+from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
@@ -238,6 +239,7 @@ class Selector:
         self._loads = ChildLoads(len(children), admission)
         self._stats = SelectionStats()
         self._reported_pending: list[int] | None = None
+        self._num_taken = 0
         self._warned: set[int] = set()
         self._step = 0
 
@@ -484,8 +486,13 @@ class Selector:
         return self._stats.child(self._children[position].name)
 
     def take_stats(self) -> SelectionStats | None:
-        """Returns and resets the counts; None if there are none."""
-        if (pending_loads := self._loads.pending) != self._reported_pending:
+        """Returns and resets the counts; None if there are none.
+
+        Pending loads are counted when they have changed, and again after every `GAUGE_RESEND_INTERVAL` calls.
+        """
+        self._num_taken += 1
+        is_due = self._num_taken % GAUGE_RESEND_INTERVAL == 0
+        if (pending_loads := self._loads.pending) != self._reported_pending or is_due:
             self._reported_pending = pending_loads
             for position, pending in enumerate(pending_loads):
                 self._counts(position).pending_loads = pending

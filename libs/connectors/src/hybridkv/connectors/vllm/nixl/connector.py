@@ -80,8 +80,6 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         if self._kv_role.stores:
             require_ports(self._config.listen, self._layout.world_size)
         self._metrics = NixlMetrics()
-        self._scheduler: NixlScheduler | None = None
-        self._worker: NixlWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             terms = _producer_terms(vllm_config, self._config, self._layout, uses_host_buffer)
             room = _room(vllm_config, self._layout)
@@ -107,12 +105,6 @@ class HybridNixlConnector(ConnectorBase[NixlScheduler, NixlWorker]):
         super().requires_piecewise_for_cudagraph(extra_config)
         require_nixl_and_secret(decode_config(extra_config))
         return False
-
-    def _scheduler_half(self) -> NixlScheduler | None:
-        return self._scheduler
-
-    def _worker_half(self) -> NixlWorker | None:
-        return self._worker
 
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching

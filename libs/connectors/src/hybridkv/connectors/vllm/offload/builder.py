@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.connectors.config import OffloadConfig, decode_config
@@ -66,59 +65,38 @@ def check_settings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
     return CheckedSettings(config, layout, tiers.arena_sizes(config, layout))
 
 
-@dataclass(frozen=True, slots=True)
-class BuilderInputs:
-    """Inputs of the builder that are known when the connector is constructed.
-
-    Args:
-        vllm_config: final configuration of vLLM.
-        config: configuration of the connector.
-        layout: layout of the engine's groups.
-        sizes: sizes of host memory.
-        admission: admission of loads.
-        metrics: the connector's metrics.
-        shared_prefill_stops: prefill stops of all children of HybridMultiConnector; None without it, and for a model
-            without recurrent states.
-    """
-
-    vllm_config: VllmConfig
-    config: OffloadConfig
-    layout: CacheLayout
-    sizes: ArenaSizes
-    admission: LoadAdmission
-    metrics: ConnectorMetrics
-    shared_prefill_stops: PrefillStops | None = None
-
-
 class OffloadBuilder:
     """Builder of the scheduler's half.
 
     Args:
-        inputs: inputs that are known from the start.
+        vllm_config: final configuration of vLLM.
+        settings: checked settings of the engine.
+        admission: admission of loads.
+        metrics: the connector's metrics.
+        shared_prefill_stops: prefill stops of all children of HybridMultiConnector; None without it, and for a model
+            without recurrent states.
 
     Raises:
         ConfigurationError: a fact of the engine cannot be read.
     """
 
-    def __init__(self, inputs: BuilderInputs) -> None:
-        self._inputs = inputs
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        settings: CheckedSettings,
+        admission: LoadAdmission,
+        metrics: ConnectorMetrics,
+        shared_prefill_stops: PrefillStops | None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._settings = settings
+        self._admission = admission
+        self._metrics = metrics
+        self._shared_prefill_stops = shared_prefill_stops
+        config, layout, _ = settings
         self._identification = IdentityBuilder(
-            inputs.vllm_config,
-            inputs.config,
-            inputs.layout,
-            "HybridOffloadConnector",
-            is_shared=bool(inputs.config.secondary),
+            vllm_config, config, layout, "HybridOffloadConnector", is_shared=bool(config.secondary)
         )
-
-    @property
-    def needs_no_worker(self) -> bool:
-        """True if the tiers can open without facts of the workers, because no stored byte outlives the engine."""
-        return self._identification.needs_no_worker
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of workers that must report their facts."""
-        return self._identification.num_ranks
 
     def build(self, ranks: Mapping[int, Mapping[str, str]]) -> OffloadScheduler:
         """Opens the tiers and builds the scheduler's half.
@@ -129,51 +107,51 @@ class OffloadBuilder:
         Raises:
             ConfigurationError: a tier cannot be opened, or `identity_ignores` has an unknown name.
         """
-        inputs = self._inputs
+        config, layout, sizes = self._settings
         identity = self._identification.identity(ranks)
         fingerprint = identity.keys.fingerprint
-        stack = tiers.build_stack(inputs.config, inputs.layout, fingerprint, inputs.sizes)
+        stack = tiers.build_stack(config, layout, fingerprint, sizes)
         scheduler = OffloadScheduler(
-            inputs.layout,
+            layout,
             identity,
             stack,
-            inputs.admission,
+            self._admission,
             Deadlines(
-                inputs.config.pending_timeout_seconds,
-                inputs.config.load_timeout_seconds,
+                config.pending_timeout_seconds,
+                config.load_timeout_seconds,
                 tiers.clock,
-                inputs.config.compute_tokens_per_second,
+                config.compute_tokens_per_second,
             ),
-            inputs.metrics,
+            self._metrics,
             dataclasses.replace(
-                role_of(inputs.vllm_config.kv_transfer_config),
-                copies_locally=inputs.config.local_copies and not compat.hashes_before_computing(inputs.vllm_config),
+                role_of(self._vllm_config.kv_transfer_config),
+                copies_locally=config.local_copies and not compat.hashes_before_computing(self._vllm_config),
             ),
         )
-        if inputs.config.checkpoints != "off" and has_states(inputs.layout):
+        if config.checkpoints != "off" and has_states(layout):
             scheduler.bind_checkpoints(self._checkpoints(stack))
-        scheduler.set_suspect_groups(suspect_groups("HybridOffloadConnector", inputs.vllm_config, inputs.layout))
-        scheduler.set_keep_share(inputs.config.keep_share)
-        if inputs.config.peer is not None:
-            scheduler.allow_hinted_peers(tiers.hinted_peers(inputs.config.peer))
-        log_startup(inputs.vllm_config, inputs.config, inputs.layout, fingerprint)
+        scheduler.set_suspect_groups(suspect_groups("HybridOffloadConnector", self._vllm_config, layout))
+        scheduler.set_keep_share(config.keep_share)
+        if config.peer is not None:
+            scheduler.allow_hinted_peers(tiers.hinted_peers(config.peer))
+        log_startup(self._vllm_config, config, layout, fingerprint)
         return scheduler
 
     def _checkpoints(self, stack: TierStack) -> Checkpoints:
-        inputs, config = self._inputs, self._inputs.config
+        config, layout, _ = self._settings
         options = CheckpointOptions(
             max_stops=config.checkpoint_stops,
-            has_answers=config.checkpoint_answers and not compat.uses_speculative_decoding(inputs.vllm_config),
+            has_answers=config.checkpoint_answers and not compat.uses_speculative_decoding(self._vllm_config),
             step_tokens=max(1, round(STEP_S * (config.compute_tokens_per_second or FIRST_TOKENS_PER_S))),
-            cut_tokens=compat.prefill_cut_tokens(inputs.vllm_config),
-            has_drafts=compat.uses_speculative_decoding(inputs.vllm_config),
+            cut_tokens=compat.prefill_cut_tokens(self._vllm_config),
+            has_drafts=compat.uses_speculative_decoding(self._vllm_config),
         )
         return Checkpoints(
-            inputs.layout,
+            layout,
             stack,
             [name for name, tier in config.secondary.items() if tier.cascade == "all"],
             options,
-            inputs.shared_prefill_stops or PrefillStops(compat.max_chunk_tokens(inputs.vllm_config)),
-            inputs.metrics,
-            is_alone=inputs.shared_prefill_stops is None,
+            self._shared_prefill_stops or PrefillStops(compat.max_chunk_tokens(self._vllm_config)),
+            self._metrics,
+            is_alone=self._shared_prefill_stops is None,
         )

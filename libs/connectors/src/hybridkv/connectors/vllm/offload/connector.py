@@ -31,7 +31,7 @@ from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.builder import BuilderInputs, OffloadBuilder, check_settings
+from hybridkv.connectors.vllm.offload.builder import OffloadBuilder, check_settings
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.worker import DRAIN_S, OffloadWorker
 from hybridkv.planner import LoadAdmission
@@ -57,25 +57,24 @@ class HybridOffloadConnector(StoreConnector):
     """
 
     _plan_type = StepPlan
+    _scheduler: OffloadScheduler | WaitingScheduler | None
+    _worker: OffloadWorker | None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        config, layout, sizes = check_settings(vllm_config, kv_cache_config)
+        settings = check_settings(vllm_config, kv_cache_config)
+        config, layout, sizes = settings
         self._config, self._layout = config, layout
         self._keeps_on_reset = config.on_reset == "keep"
-        self._scheduler: OffloadScheduler | WaitingScheduler | None = None
-        self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             admission = self._child_place.admission or LoadAdmission(
                 layout.spec, compat.max_in_flight_tokens(vllm_config)
             )
             self._scheduler_builder = OffloadBuilder(
-                BuilderInputs(
-                    vllm_config, config, layout, sizes, admission, self._metrics, self._child_place.prefill_stops
-                )
+                vllm_config, settings, admission, self._metrics, self._child_place.prefill_stops
             )
-            self._scheduler = WaitingScheduler(self._scheduler_builder.num_ranks, "HybridOffloadConnector", StepPlan())
-            if self._scheduler_builder.needs_no_worker:
+            self._scheduler = WaitingScheduler(layout.world_size, "HybridOffloadConnector", StepPlan())
+            if not config.secondary:
                 self._open()
         else:
             device_type = vllm_config.device_config.device_type
@@ -97,12 +96,6 @@ class HybridOffloadConnector(StoreConnector):
         super().requires_piecewise_for_cudagraph(extra_config)
         tiers.require_host(decode_config(extra_config))
         return False
-
-    def _scheduler_half(self) -> OffloadScheduler | WaitingScheduler | None:
-        return self._scheduler
-
-    def _worker_half(self) -> OffloadWorker | None:
-        return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
         self._scheduler = self._scheduler_builder.build(waiting.facts)

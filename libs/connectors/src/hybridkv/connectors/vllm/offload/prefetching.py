@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import LookupIndex, TierLookup, UnansweredIsMiss
+from hybridkv.connectors.vllm.common.lookups import LookupIndex, PendingIsMiss, TierLookup
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.planner.hints import Prefetch, plan_prefetch
@@ -104,7 +104,9 @@ class Prefetcher:
             self._metrics.prefetch(PrefetchResult.LATE)
             return True
         waiting.generation = self._stack.generation
-        found = self._find(tracked, UnansweredIsMiss(self._stack) if self._stack.has_async_lookups else self._stack)
+        stack = self._stack
+        answered = PendingIsMiss(stack, stack.is_lookup_pending) if stack.has_async_lookups else stack
+        found = self._find(tracked, answered)
         if not found.is_whole and self._may_find_more(waiting, found, now_s):
             return False
         if found.parts:

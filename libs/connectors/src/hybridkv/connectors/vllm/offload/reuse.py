@@ -21,7 +21,7 @@ MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 REPORTED_SHARE: Final = 0.95
 """Share of the reused tokens for which the needed size of host memory is reported."""
 RECORD_S: Final = 1.0
-"""Shortest time between two updates of the gauges."""
+"""Shortest time between two estimates for the gauges."""
 LOG_S: Final = 3600.0
 """Shortest time between two log lines, except the line at shutdown. Counts are halved as often."""
 
@@ -59,6 +59,8 @@ class ReuseMeter:
         self._admitted: set[str] = set()
         self._is_on = True
         self._is_changed = False
+        self._estimate: tuple[dict[str, float], int] | None = None
+        """Values of the gauges; None before the first estimate."""
         self._recorded_s = self._logged_s = clock()
 
     def on_admitted(self, tracked: TrackedRequest) -> None:
@@ -70,7 +72,7 @@ class ReuseMeter:
         self._try(lambda: self._use(tracked))
 
     def record(self) -> None:
-        """Updates the gauges every `RECORD_S`, and logs the estimate every `LOG_S`, at most."""
+        """Sets the gauges, with a new estimate every `RECORD_S`, and logs the estimate every `LOG_S`, at most."""
         self._try(self._record)
 
     def log(self) -> None:
@@ -113,7 +115,9 @@ class ReuseMeter:
             self._is_changed, self._recorded_s = False, now_s
             report = self._estimator.report()
             if report.prompt_tokens:
-                self._metrics.reuse(self._shares(report), self._needed_bytes(report))
+                self._estimate = self._shares(report), self._needed_bytes(report)
+        if self._estimate is not None:
+            self._metrics.reuse(*self._estimate)
         if now_s - self._logged_s >= LOG_S:
             self._logged_s = now_s
             self._log()

@@ -35,8 +35,8 @@ from hybridkv.tiers import object as object_tier
 from hybridkv.tiers import peer as peer_tier
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.files.directory import require_directory
-from hybridkv.tiers.object import SECRET_PURPOSE, ObjectIndex, ObjectMedium, ObjectOptions, StoreLocation
-from hybridkv.tiers.peer import PeerAddresses, PeerIndex, PeerMedium, PeerOptions
+from hybridkv.tiers.object import SECRET_PURPOSE, ObjectOptions, StoreLocation
+from hybridkv.tiers.peer import PeerAddresses, PeerOptions
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SecondaryTier, SecondaryTierOptions, TierStack
 
@@ -48,40 +48,6 @@ logger = logging.getLogger("vllm.hybridkv")
 _OTHERS_MODE = 0o077
 _KEY_OF_OPTION = {"capacity_bytes": "capacity"}
 """Configuration key of each tier option that has another name."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndexInputs:
-    """Arguments of a secondary tier's index, besides the tier's configuration.
-
-    Args:
-        layout: the engine's groups.
-        fingerprint: identity of the stored content.
-        burst_bytes: most bytes of cascades in flight to the tier at one time, over all ranks.
-        primary: index of the primary tier. A peer tier needs it, because peers look up its keys.
-        load_timeout_s: timeout of a load from the tier.
-    """
-
-    layout: CacheLayout
-    fingerprint: Fingerprint
-    burst_bytes: int = 0
-    primary: RamIndex | None = None
-    load_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class MediumInputs:
-    """Arguments of a secondary tier's medium, besides the tier's configuration.
-
-    Args:
-        rank: rank of the worker.
-        arena: the worker's part of the primary tier.
-        load_timeout_s: timeout of a load from the tier.
-    """
-
-    rank: int
-    arena: SealedMemory
-    load_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +157,7 @@ def secondary_tiers(
         )
         burst_bytes = int(options.cascading_share * primary.capacity_bytes) * layout.world_size
         try:
-            index = open_index(tier, IndexInputs(layout, fingerprint, burst_bytes, primary, options.load_timeout_s))
+            index = open_index(tier, layout, fingerprint, primary, burst_bytes, options.load_timeout_s)
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
         secondary.append(SecondaryTier(name, index, options))
@@ -204,8 +170,23 @@ def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) ->
     return ConfigurationError(path, error.expected, repr(error.got), error.hint)
 
 
-def open_index(tier: SecondaryTierConfig, inputs: IndexInputs) -> TierIndex:
+def open_index(
+    tier: SecondaryTierConfig,
+    layout: CacheLayout,
+    fingerprint: Fingerprint,
+    primary: RamIndex,
+    burst_bytes: int,
+    load_timeout_s: float,
+) -> TierIndex:
     """Opens the index of a secondary tier.
+
+    Args:
+        tier: configuration of the tier.
+        layout: the engine's groups.
+        fingerprint: identity of the stored content.
+        primary: index of the primary tier. Peers look up its keys.
+        burst_bytes: most bytes of cascades in flight to the tier at one time, over all ranks.
+        load_timeout_s: timeout of a load from the tier.
 
     Raises:
         TierConfigurationError: the tier cannot be opened. `field` is the name of a tier option; `_of_tier` turns it
@@ -213,24 +194,52 @@ def open_index(tier: SecondaryTierConfig, inputs: IndexInputs) -> TierIndex:
     """
     match tier:
         case DiskTierConfig():
-            return disk_index(tier, inputs)
+            disk_options = _disk_options(tier, max(_chunk_bytes(layout)), burst_bytes)
+            return DiskIndex(tier.path, fingerprint, disk_options)
         case PeerTierConfig():
-            assert inputs.primary is not None
-            return peer_index(tier, inputs.primary, inputs.fingerprint, inputs.load_timeout_s, clock)
+            _require_nixl()
+            peer_options = _peer_options(load_timeout_s)
+            return peer_tier.open_index(_peer_addresses(tier), primary, fingerprint, peer_options, clock)
         case ObjectTierConfig():
-            return object_index(tier, inputs.layout, inputs.fingerprint, inputs.load_timeout_s, clock)
+            object_options = msgspec.structs.replace(
+                _object_options(tier, load_timeout_s),
+                store_bytes_per_s=_share(tier.store_bytes_per_second, layout.world_size),
+                store_packs_per_s=_share(tier.store_requests_per_second, layout.world_size),
+            )
+            return object_tier.open_index(
+                _store_location(tier),
+                fingerprint.digest(),
+                layout.world_size,
+                object_options,
+                clock,
+                clears_all=tier.resets == "fleet",
+            )
     raise AssertionError(f"no index for {type(tier).__name__}")
 
 
-def open_medium(tier: SecondaryTierConfig, namespace: bytes, inputs: MediumInputs) -> TierMedium:
-    """Opens the medium of a secondary tier for one worker."""
+def open_medium(
+    tier: SecondaryTierConfig, namespace: bytes, rank: int, arena: SealedMemory, load_timeout_s: float
+) -> TierMedium:
+    """Opens the medium of a secondary tier for one worker.
+
+    Args:
+        tier: configuration of the tier.
+        namespace: namespace of the content.
+        rank: rank of the worker.
+        arena: the worker's part of the primary tier. Peers read it.
+        load_timeout_s: timeout of a load from the tier.
+
+    Raises:
+        TierConfigurationError: as in `open_index`.
+    """
     match tier:
         case DiskTierConfig():
-            return disk_medium(tier, namespace, inputs.rank)
+            return DiskMedium(tier.path, namespace, rank, _disk_options(tier))
         case PeerTierConfig():
-            return peer_medium(tier, inputs.arena, namespace, inputs.rank, inputs.load_timeout_s, clock)
+            peer_options = _peer_options(load_timeout_s)
+            return peer_tier.open_medium(_peer_addresses(tier), arena, namespace, rank, peer_options, clock)
         case ObjectTierConfig():
-            return object_medium(tier, inputs.rank, inputs.load_timeout_s)
+            return object_tier.open_medium(_store_location(tier), rank, _object_options(tier, load_timeout_s))
     raise AssertionError(f"no medium for {type(tier).__name__}")
 
 
@@ -273,25 +282,9 @@ def medium_openers(config: OffloadConfig, rank: int, arena: SealedMemory) -> dic
     the worker's part of the primary tier."""
 
     def opener(tier: SecondaryTierConfig) -> Callable[[bytes], TierMedium]:
-        inputs = MediumInputs(rank, arena, config.load_timeout_of(tier))
-        return lambda namespace: open_medium(tier, namespace, inputs)
+        return lambda namespace: open_medium(tier, namespace, rank, arena, config.load_timeout_of(tier))
 
     return {name: opener(tier) for name, tier in config.secondary.items()}
-
-
-def disk_index(config: DiskTierConfig, inputs: IndexInputs) -> DiskIndex:
-    """Index of the disk tier.
-
-    Raises:
-        TierConfigurationError: the directory or the size cannot be used.
-    """
-    options = _disk_options(config, max(_chunk_bytes(inputs.layout)), inputs.burst_bytes)
-    return DiskIndex(config.path, inputs.fingerprint, options)
-
-
-def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:
-    """Medium of the disk tier for one rank. The index creates the files; the medium creates none."""
-    return DiskMedium(config.path, namespace, rank, _disk_options(config))
 
 
 def _disk_options(config: DiskTierConfig, largest_chunk_bytes: int = 0, burst_bytes: int = 0) -> DiskOptions:
@@ -306,34 +299,6 @@ def _disk_options(config: DiskTierConfig, largest_chunk_bytes: int = 0, burst_by
 
 def _chunk_bytes(layout: CacheLayout) -> list[int]:
     return [layout.largest_chunk_bytes(group) for group in layout.spec.stored_groups]
-
-
-def peer_index(
-    config: PeerTierConfig, ram: RamIndex, fingerprint: Fingerprint, load_timeout_s: float, clock: Callable[[], float]
-) -> PeerIndex:
-    """Index of the peer tier. Peers can look up keys of `ram`.
-
-    Raises:
-        TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address cannot be bound.
-    """
-    _require_nixl()
-    return peer_tier.open_index(_peer_addresses(config), ram, fingerprint, _peer_options(load_timeout_s), clock)
-
-
-def peer_medium(
-    config: PeerTierConfig,
-    memory: SealedMemory,
-    namespace: bytes,
-    rank: int,
-    load_timeout_s: float,
-    clock: Callable[[], float],
-) -> PeerMedium:
-    """Medium of the peer tier for one rank. Peers read `memory`.
-
-    Raises:
-        TierConfigurationError: as in `peer_index`.
-    """
-    return peer_tier.open_medium(_peer_addresses(config), memory, namespace, rank, _peer_options(load_timeout_s), clock)
 
 
 def _require_nixl() -> None:
@@ -377,43 +342,8 @@ def _nixl_transport(agent_name: str) -> Transport:
     return NixlTransport(agent_name)
 
 
-def object_index(
-    config: ObjectTierConfig,
-    layout: CacheLayout,
-    fingerprint: Fingerprint,
-    load_timeout_s: float,
-    clock: Callable[[], float],
-) -> ObjectIndex:
-    """Index of the object tier.
-
-    Raises:
-        TierConfigurationError: the store cannot be used, or a file cannot be read.
-    """
-    return object_tier.open_index(
-        _store_location(config),
-        fingerprint.digest(),
-        layout.world_size,
-        msgspec.structs.replace(
-            _object_options(config, load_timeout_s),
-            store_bytes_per_s=_share(config.store_bytes_per_second, layout.world_size),
-            store_packs_per_s=_share(config.store_requests_per_second, layout.world_size),
-        ),
-        clock,
-        clears_all=config.resets == "fleet",
-    )
-
-
 def _share(number: float | None, world_size: int) -> float | None:
     return None if number is None else number / world_size
-
-
-def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) -> ObjectMedium:
-    """Medium of the object tier for one rank.
-
-    Raises:
-        TierConfigurationError: a file cannot be read.
-    """
-    return object_tier.open_medium(_store_location(config), rank, _object_options(config, load_timeout_s))
 
 
 def _object_options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOptions:

@@ -30,8 +30,6 @@ from hybridkv.tiers import Failure, FailureReason, Key, SealedMemory, Slot, Tier
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyRuns, InlineCopyEngine, RecordDigests
 
-__all__ = ["DRAIN_S", "CopyPaths", "LoadResults", "OffloadWorker"]
-
 logger = logging.getLogger("vllm.hybridkv.worker")
 
 

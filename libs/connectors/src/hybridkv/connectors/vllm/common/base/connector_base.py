@@ -5,7 +5,6 @@ The scheduler's half plans loads and stores; the worker's half moves the bytes.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -43,7 +42,7 @@ Worker = TypeVar("Worker")
 
 
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker]):
-    """Connector of vLLM. A subclass has the half of this process: the scheduler's half or the worker's half.
+    """Connector of vLLM. A subclass sets the half of this process: `_scheduler` or `_worker`.
 
     Raises:
         ConfigurationError: the engine or the configuration cannot work.
@@ -54,14 +53,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_start(vllm_config, role)
         super().__init__(vllm_config, role, kv_cache_config)
-
-    @abstractmethod
-    def _scheduler_half(self) -> Scheduler | None:
-        """The scheduler's half; None in a worker's process."""
-
-    @abstractmethod
-    def _worker_half(self) -> Worker | None:
-        """The worker's half; None in the scheduler's process."""
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
 
     # Worker side.
 
@@ -121,13 +114,11 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
         return plan
 
     def _require_scheduler(self) -> Scheduler:
-        scheduler = self._scheduler_half()
-        if scheduler is None:
+        if self._scheduler is None:
             raise RuntimeError(f"a scheduler's method was called on the worker's half of {type(self).__name__}")
-        return scheduler
+        return self._scheduler
 
     def _require_worker(self) -> Worker:
-        worker = self._worker_half()
-        if worker is None:
+        if self._worker is None:
             raise RuntimeError(f"a worker's method was called on the scheduler's half of {type(self).__name__}")
-        return worker
+        return self._worker

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from hybridkv.connectors.vllm.common.copies.rank_worker import LoadResults
     from hybridkv.connectors.vllm.common.layout import CacheLayout
-    from hybridkv.connectors.vllm.offload.worker import LoadResults
 
 scheduler_logger = logging.getLogger("vllm.hybridkv.scheduler")
 
@@ -229,7 +229,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
 
     @abstractmethod
     def _open_store(self, waiting: WaitingScheduler) -> StoreScheduler:
-        """Opens the store and returns the scheduler that replaces `waiting` as `_scheduler_half`.
+        """Opens the store and returns the scheduler that replaces `waiting` as `_scheduler`.
 
         Raises:
             ConfigurationError: the store cannot be opened.
@@ -289,7 +289,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
         Raises:
             ConfigurationError: the store cannot be opened; the engine does not start.
         """
-        waiting = self._scheduler_half()
+        waiting = self._scheduler
         if isinstance(waiting, WaitingScheduler):
             waiting.facts |= {rank: each.facts for rank, each in metadata.items() if isinstance(each, WorkerFacts)}
             if waiting.is_complete:
@@ -297,7 +297,7 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
 
     def _open(self) -> None:
         """Opens the store and replaces the `WaitingScheduler`."""
-        waiting = self._scheduler_half()
+        waiting = self._scheduler
         if not isinstance(waiting, WaitingScheduler):
             raise RuntimeError(f"the store of {type(self).__name__} is opened once")
         scheduler = self._open_store(waiting)
@@ -307,9 +307,8 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
             scheduler.reset()
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        scheduler = self._scheduler_half()
-        if scheduler is not None:
-            scheduler.bind_block_pool(gpu_block_pool)
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         # Not groups with blocks that chunks cut: a load may fill only a part of a block, so the engine must zero the
@@ -366,9 +365,8 @@ class StoreConnector(ConnectorBase["StoreScheduler | WaitingScheduler", StoreWor
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        scheduler = self._scheduler_half()
-        if scheduler is not None:
-            scheduler.record_tiers()
+        if self._scheduler is not None:
+            self._scheduler.record_tiers()
         return self._metrics.take()
 
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.common.identity import EngineFacts, IdentityConfig, engine_facts, without_ignored
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity.engine import EngineFacts, IdentityConfig, engine_facts
+from hybridkv.connectors.vllm.common.identity.excluded import without_ignored
 from hybridkv.connectors.vllm.common.identity.worker_facts import merged, relevant_facts
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import ChunkKeys
@@ -75,25 +76,20 @@ class IdentityBuilder:
         self._config = config
         self._layout = layout
         self._began_ns = time.time_ns()
-        self.needs_no_worker = not is_shared
+        self._is_shared = is_shared
         self._engine = _of_engine(vllm_config, config, connector) if is_shared else _of_memory_alone()
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of workers, which must send facts unless `needs_no_worker` is set."""
-        return self._layout.world_size
 
     def identity(self, ranks: Mapping[int, Mapping[str, str]]) -> Identity:
         """Identity from the facts of the engine and of all workers.
 
         Args:
-            ranks: facts of each rank; not used if `needs_no_worker` is set.
+            ranks: facts of each rank; used only if the content is shared.
 
         Raises:
-            ConfigurationError: an entry of `identity_ignores` names no fact; not checked if `needs_no_worker` is set.
+            ConfigurationError: an entry of `identity_ignores` names no fact; checked only if the content is shared.
         """
         facts = self._engine.facts
-        if not self.needs_no_worker:
+        if self._is_shared:
             facts = without_ignored(facts | merged(ranks, facts), self._config.identity_ignores)
             facts = relevant_facts(facts, self._layout.spec)
         keys = ChunkKeys(self._layout.fingerprint(facts), self._layout.hash_block_tokens)

@@ -8,7 +8,6 @@ its facts from vLLM.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,36 +42,6 @@ UNRESUMABLE_ARCHITECTURES = {
 }
 BATCH_VARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Attention backends that are not batch-invariant after a resumed prefix."""
-
-
-class RefusalReason(enum.Enum):
-    """Reason why no prefix may be resumed."""
-
-    SPEC = "a spec that cannot be resumed"
-    UNKNOWN = "a spec, or a field of one, that hybridkv does not know"
-    GROUP = "a group whose blocks are in another pool, or are filled by the engine itself"
-    ENCODER_DECODER = "an encoder beside the decoder"
-    ENCODER_ONLY = "an instance that runs a multimodal encoder alone"
-    DIFFUSION = "tokens that are rewritten until they are final"
-    POOLING = "an answer that needs more than the end of the prompt, or attention in both directions"
-    ARCHITECTURE = "a model that vLLM knows cannot resume"
-    MLA_ON_CPU = "latent attention on a CPU, with kernels that cannot resume a prefix"
-    RISC_V = "vLLM's kernels for RISC-V"
-    BATCH_INVARIANT = "batch invariance with a backend that loses it after a resumed prefix"
-    ROUTING = "loaded tokens without the experts that the engine must return"
-    CHUNKED_PREFILL_OFF = "a prompt that must be computed in one piece"
-    PREFIX_CACHING_OFF = "prefix caching is off, for an unknown reason"
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeRefusal:
-    """Refusal of an engine: the fields of a `ConfigurationError`, and the reason as a value."""
-
-    reason: RefusalReason
-    path: str
-    expected: str
-    got: str
-    hint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +132,7 @@ class ResumeFacts:
     groups: tuple[GroupFacts, ...]
 
 
-def refusal(facts: ResumeFacts) -> ResumeRefusal | None:
+def refusal(facts: ResumeFacts) -> ConfigurationError | None:
     """Refusal of an engine with these facts; None if prefixes may be resumed.
 
     Of several reasons, returns the most specific one: a spec before a switch.
@@ -171,7 +140,7 @@ def refusal(facts: ResumeFacts) -> ResumeRefusal | None:
     return next(_refusals(facts), None)
 
 
-def _refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
+def _refusals(facts: ResumeFacts) -> Iterator[ConfigurationError]:
     for index, group in enumerate(facts.groups):
         yield from _group_refusals(f"kv_cache_groups[{index}].kv_cache_spec", group)
     yield from _model_refusals(facts.model)
@@ -179,47 +148,41 @@ def _refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
     yield from _switch_refusals(facts.switches)
 
 
-def _group_refusals(path: str, group: GroupFacts) -> Iterator[ResumeRefusal]:
+def _group_refusals(path: str, group: GroupFacts) -> Iterator[ConfigurationError]:
     for name, value in group.fields:
         problem = field_problem("a KV cache group", name, value, GROUP_FIELD_RULES)
         if problem is not None:
-            yield _problem_refusal(path, problem, RefusalReason.GROUP)
+            yield _problem_refusal(path, problem)
     for spec in group.specs:
         problem = spec_problem(spec, is_cacheable=group.is_cacheable, is_drafter=group.is_drafter)
         if problem is not None:
-            yield _problem_refusal(path, problem, RefusalReason.SPEC)
+            yield _problem_refusal(path, problem)
 
 
-def _problem_refusal(path: str, problem: SpecProblem, known: RefusalReason) -> ResumeRefusal:
-    reason = known if problem.is_known else RefusalReason.UNKNOWN
-    return ResumeRefusal(reason, path, problem.expected, problem.got, problem.hint)
+def _problem_refusal(path: str, problem: SpecProblem) -> ConfigurationError:
+    return ConfigurationError(path, problem.expected, problem.got, problem.hint)
 
 
-def _model_refusals(model: ModelFacts) -> Iterator[ResumeRefusal]:
+def _model_refusals(model: ModelFacts) -> Iterator[ConfigurationError]:
     if model.is_encoder_decoder:
-        yield _model_refusal(RefusalReason.ENCODER_DECODER, "its decoder's KV depends on the encoder's input")
+        yield _model_refusal("its decoder's KV depends on the encoder's input")
     if model.is_encoder_only:
-        yield _model_refusal(
-            RefusalReason.ENCODER_ONLY, "this instance runs a multimodal encoder alone and keeps no KV cache"
-        )
+        yield _model_refusal("this instance runs a multimodal encoder alone and keeps no KV cache")
     if model.is_diffusion:
         yield _model_refusal(
-            RefusalReason.DIFFUSION,
             "a diffusion model rewrites its tokens' KV until they are final, and sees both directions",
         )
     if model.is_unfit_pooling:
         yield _model_refusal(
-            RefusalReason.POOLING,
             "a pooling model whose answer needs more than the end of the prompt, or sees both directions",
         )
     for name in model.architectures:
         if name in UNRESUMABLE_ARCHITECTURES:
-            yield _model_refusal(RefusalReason.ARCHITECTURE, f"{name}: {UNRESUMABLE_ARCHITECTURES[name]}")
+            yield _model_refusal(f"{name}: {UNRESUMABLE_ARCHITECTURES[name]}")
 
 
-def _model_refusal(reason: RefusalReason, got: str) -> ResumeRefusal:
-    return ResumeRefusal(
-        reason,
+def _model_refusal(got: str) -> ConfigurationError:
+    return ConfigurationError(
         "model",
         "a model whose prefixes can be resumed",
         got,
@@ -227,12 +190,11 @@ def _model_refusal(reason: RefusalReason, got: str) -> ResumeRefusal:
     )
 
 
-def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
+def _machine_refusals(facts: ResumeFacts) -> Iterator[ConfigurationError]:
     machine, switches = facts.machine, facts.switches
     if machine.device == "cpu" and facts.model.uses_mla and not _amx_runs_mla(facts):
         found = f"{machine.architecture.lower()} {'with' if machine.has_amx else 'without'} AMX"
-        yield ResumeRefusal(
-            RefusalReason.MLA_ON_CPU,
+        yield ConfigurationError(
             "enable_prefix_caching",
             "latent attention (MLA) by kernels that can resume a prefix",
             f"vLLM's reference kernels for CPUs ({found}{_backend_option(machine)}), for which it switches prefix "
@@ -241,8 +203,7 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
             f"{WITHOUT_PREFIX_CACHING_KEY} does not help",
         )
     if machine.device == "cpu" and machine.architecture == "RISCV":
-        yield ResumeRefusal(
-            RefusalReason.RISC_V,
+        yield ConfigurationError(
             "enable_prefix_caching",
             "a CPU on which vLLM can resume a prefix",
             "RISC-V, for which vLLM switches prefix caching and chunked prefill off",
@@ -250,8 +211,7 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
         )
     unfit = sorted(machine.backends & BATCH_VARIANT_BACKENDS)
     if switches.batch_invariant and unfit:
-        yield ResumeRefusal(
-            RefusalReason.BATCH_INVARIANT,
+        yield ConfigurationError(
             "enable_prefix_caching",
             "an attention backend that stays batch-invariant after a resumed prefix",
             f"VLLM_BATCH_INVARIANT with {', '.join(unfit)}, for which vLLM switches prefix caching off",
@@ -272,10 +232,9 @@ def _backend_option(machine: MachineFacts) -> str:
     return f", --attention-backend {machine.requested_backend}" if machine.requested_backend else ""
 
 
-def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
+def _switch_refusals(switches: Switches) -> Iterator[ConfigurationError]:
     if switches.needs_routing:
-        yield ResumeRefusal(
-            RefusalReason.ROUTING,
+        yield ConfigurationError(
             "enable_return_routed_experts",
             "off: this version of vLLM must know the experts of every prompt token, and does not know those of loaded "
             "tokens",
@@ -284,8 +243,7 @@ def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
             "nothing, the option is accepted",
         )
     if not switches.chunked_prefill:
-        yield ResumeRefusal(
-            RefusalReason.CHUNKED_PREFILL_OFF,
+        yield ConfigurationError(
             "enable_chunked_prefill",
             "on: the tokens after a restored prefix are a later piece of a prompt",
             "off, by the operator or because vLLM knows that this model or machine cannot compute a prompt in pieces",
@@ -293,8 +251,7 @@ def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
             f"{WITHOUT_PREFIX_CACHING_KEY} does not help",
         )
     if not switches.prefix_caching and not switches.is_excepted:
-        yield ResumeRefusal(
-            RefusalReason.PREFIX_CACHING_OFF,
+        yield ConfigurationError(
             "enable_prefix_caching",
             "on: hybridkv resumes prefixes only if vLLM itself does",
             "off, and vLLM does not tell whether the operator or a model that cannot resume is the reason",
@@ -315,14 +272,11 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
     """
     found = refusal(gather(vllm_config, kv_cache_config, is_excepted=is_excepted))
     if found is not None:
-        raise ConfigurationError(found.path, found.expected, found.got, found.hint)
+        raise found
 
 
-def warn_other_connectors(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]
-) -> ResumeRefusal | None:
-    """Warns if no prefix may be resumed, but connectors of other projects could restore one. Returns the refusal; None
-    if prefixes may be resumed, or if there are no such connectors.
+def warn_other_connectors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]) -> None:
+    """Warns if no prefix may be resumed, but connectors of other projects could restore one.
 
     Such connectors are not refused: some fetch a whole prompt from the engine that has just computed it, which is safe.
 
@@ -340,7 +294,6 @@ def warn_other_connectors(
             found.got,
             ", ".join(others),
         )
-    return found
 
 
 def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> ResumeFacts:

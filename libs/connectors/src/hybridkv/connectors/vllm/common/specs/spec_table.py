@@ -272,13 +272,11 @@ class SpecProblem:
         expected: accepted values.
         got: value that was found.
         hint: next step for the operator.
-        is_known: True if the value is known not to work; False if hybridkv does not know the value.
     """
 
     expected: str
     got: str
     hint: str
-    is_known: bool
 
 
 def changed_fields(value: Any) -> tuple[tuple[str, object], ...]:
@@ -314,11 +312,10 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Sp
             "one of " + ", ".join(accepted_classes()),
             where,
             "hybridkv cannot store this group; start vLLM without hybridkv, or report the model",
-            is_known=False,
         )
     if known.refused or (known.needs_scratch and is_cacheable):
         why = known.refused or "vLLM keeps it for one request alone, and yet reports it as shared"
-        return SpecProblem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _RUN_WITHOUT, is_known=True)
+        return SpecProblem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _RUN_WITHOUT)
     rules, found = known_field_rules(spec.name), dict(spec.fields)
     problems: list[SpecProblem | None] = [
         _refused_value(spec.name, n, f.unfit_default, f) for n, f in rules.items() if f.unfit_default and n not in found
@@ -326,9 +323,7 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Sp
     problems += (field_problem(spec.name, name, value, rules) for name, value in spec.fields)
     if found.get(_DRAFTS_FIELD) and not is_drafter:
         got = f"{_DRAFTS_FIELD} True: {rules[_DRAFTS_FIELD].why}"
-        problems.append(
-            SpecProblem(f"{_DRAFTS_FIELD} in a drafter's group alone", got, rules[_DRAFTS_FIELD].hint, is_known=True)
-        )
+        problems.append(SpecProblem(f"{_DRAFTS_FIELD} in a drafter's group alone", got, rules[_DRAFTS_FIELD].hint))
     problem = next((each for each in problems if each is not None), None)
     return replace(problem, got=f"{where}: {problem.got}") if problem is not None else None
 
@@ -342,7 +337,6 @@ def field_problem(owner: str, name: str, value: object, rules: Mapping[str, Fiel
             f"{owner} with the fields that hybridkv knows",
             f"{name} {shown}, a field that hybridkv does not know",
             "this vLLM is newer than hybridkv knows; use one that the compatibility page lists, or report the model",
-            is_known=False,
         )
     return None if rule.accepts(value) else _refused_value(owner, name, shown, rule)
 
@@ -355,14 +349,12 @@ def _refused_value(owner: str, name: str, shown: str, rule: FieldRule) -> SpecPr
             "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored"
             if shown == "none"
             else "start with --mamba-cache-mode align, the only mode in which the engine hands over states",
-            is_known=True,
         )
     if rule.lists_values:
         got = f"{name} {shown}, a value that hybridkv does not know"
-        return SpecProblem(f"{owner} with a {name} that hybridkv knows", got, rule.hint or _RUN_WITHOUT, is_known=False)
+        return SpecProblem(f"{owner} with a {name} that hybridkv knows", got, rule.hint or _RUN_WITHOUT)
     return SpecProblem(
         f"{owner} with {name} at its default",
         f"{name} {shown}: {rule.why}",
         rule.hint or _RUN_WITHOUT,
-        is_known=True,
     )

@@ -22,7 +22,8 @@ from hybridkv.canonical.torch_view import (
     canonical_kv_caches,
 )
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.identity import engine_facts, without_ignored
+from hybridkv.connectors.vllm.common.identity.engine import engine_facts
+from hybridkv.connectors.vllm.common.identity.excluded import without_ignored
 from hybridkv.connectors.vllm.common.identity.worker_facts import (
     CONV_STATE_FACTS,
     ELEMENT_ORDER,

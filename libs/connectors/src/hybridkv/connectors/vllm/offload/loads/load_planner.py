@@ -16,7 +16,7 @@ import msgspec
 from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.explain import Admission, Explanation, explain, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import TierLookup, UnansweredIsMiss
+from hybridkv.connectors.vllm.common.lookups import PendingIsMiss, TierLookup
 from hybridkv.connectors.vllm.common.messages import Load
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
@@ -257,7 +257,7 @@ class LoadPlanner:
 
     def _search_without_unanswered(self, tracked: TrackedRequest, action: Search) -> Hit | Pending | Miss:
         """Result of the search if keys with an unanswered async lookup count as misses."""
-        lookup = TierLookup(tracked.keys(), UnansweredIsMiss(self._stack))
+        lookup = TierLookup(tracked.keys(), PendingIsMiss(self._stack, self._stack.is_lookup_pending))
         return longest_hit(self._layout.spec, action.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
     def _first_unanswered(

@@ -13,9 +13,9 @@ import msgspec
 
 from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.blocks.blocks import tables_of
-from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
+from hybridkv.connectors.vllm.common.copies.table import CopyTable, copies_of, copies_of_runs
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.messages import CopyTable, Load, LoadFailure
+from hybridkv.connectors.vllm.common.messages import Load, LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks

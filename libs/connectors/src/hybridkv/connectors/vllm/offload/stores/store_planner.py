@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, unpin_frees_any
 from hybridkv.connectors.vllm.common.blocks.step_loads import STORE_FAILURE, STORE_FAILURE_REASON, StepLoad
-from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
+from hybridkv.connectors.vllm.common.copies.table import CopyTable, copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup
-from hybridkv.connectors.vllm.common.messages import CopyTable, Store, StoreOutcome
+from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import (
     NULL_BLOCK,
     PrefixChain,
