@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion, TokenRange
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory, Zeros
-from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, ChunkPart, CopyColumns, CopyTable
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
 from kits.plain_lowering import PlainLowering
@@ -269,15 +269,6 @@ def test_a_table_returns_the_copies_it_was_made_from(data: st.DataObject) -> Non
     assert list(table.from_tier()) == [msgspec.structs.replace(copy, local_blocks=()) for copy in copies]
     assert pickle.loads(pickle.dumps(table)) == table
     assert sum(shape.num_copies for shape in table.rows()) == len(copies)
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    part = ChunkPart(0, 0, 2, 0, 0)
-    columns = CopyColumns([part] * 2, [b"a", b"b"], [GOOD.slot] * 2, [(1, 2), (3, 4)])
-    assert len(CopyTable.of_columns(columns)) == 2
-    for name in ("part", "key", "slot", "block_ids"):
-        with pytest.raises(ValueError, match="one length"):
-            CopyTable.of_columns(columns._replace(**{name: getattr(columns, name)[:1]}))
 
 
 @pytest.mark.parametrize("block_id", [1 << 31, 1.5, None])
