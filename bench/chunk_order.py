@@ -43,20 +43,28 @@ def group_pages(layout: str, base: int) -> GroupPages:
 def lowering(pages: GroupPages, ids: np.ndarray, order: str, buffer: int) -> Lower:
     """Returns a function that creates the runs of a store, and the number of runs up to the end of each chunk."""
 
-    def chunk(number: int) -> CopyRuns:
+    def chunk(number: int) -> tuple[np.ndarray, ...]:
         addresses, sizes = pages.addresses(ids[number * CHUNK_BLOCKS : (number + 1) * CHUNK_BLOCKS])
         if order == "layer-major":
             addresses = addresses.reshape(CHUNK_BLOCKS, LAYERS).T.reshape(-1)
             offsets = np.cumsum(sizes) - sizes
         else:
             offsets = pages.chunk_offsets(0, CHUNK_BLOCKS, CHUNK_BLOCKS)
-        return CopyRuns(addresses, buffer + number * CHUNK_BYTES + offsets, sizes).coalesce()
+        return coalesced(addresses, buffer + number * CHUNK_BYTES + offsets, sizes)
 
     def lower() -> tuple[CopyRuns, np.ndarray]:
         parts = [chunk(number) for number in range(MOVED_BLOCKS // CHUNK_BLOCKS)]
-        return CopyRuns.concatenate(parts), np.cumsum([len(part) for part in parts], dtype=np.int64)
+        ends = np.cumsum([len(sizes) for *_, sizes in parts], dtype=np.int64)
+        return CopyRuns(*(np.concatenate(column) for column in zip(*parts, strict=True))), ends
 
     return lower
+
+
+def coalesced(sources: np.ndarray, destinations: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The same bytes in fewer runs: joins consecutive runs that are adjacent on both sides."""
+    is_next = (np.diff(sources) == sizes[:-1]) & (np.diff(destinations) == sizes[:-1])
+    starts = np.append(0, np.flatnonzero(~is_next) + 1)
+    return sources[starts], destinations[starts], np.add.reduceat(sizes, starts)
 
 
 def measure(pool: np.ndarray, buffer: np.ndarray, rounds: int) -> list[dict[str, Any]]:
@@ -77,7 +85,7 @@ def measure(pool: np.ndarray, buffer: np.ndarray, rounds: int) -> list[dict[str,
         memcpy_s.append(timed(lambda: copy_with_memcpy(pool.ctypes.data, buffer.ctypes.data, MOVED_BYTES)))
         for name, lower in lowers.items():
             runs, ends = lower()
-            back = runs.reversed().coalesce()
+            back = CopyRuns(*coalesced(runs.destinations, runs.sources, runs.num_bytes))
             found[name] = {"runs": len(runs), "runs_of_loads": len(back)}
             store = (runs.sources, runs.destinations, runs.num_bytes, ends)
             load = (back.sources, back.destinations, back.num_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from hybridkv.canonical import GroupPages
+from hybridkv.canonical import GroupPages, aligned_page_bytes
 from hybridkv.canonical.torch_view import LayoutError, canonical_kv_caches
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.common.copies.page_order import with_token_dims
@@ -114,8 +114,7 @@ def test_the_size_of_a_block_covers_its_pages_and_their_padding(mix: Mix) -> Non
     worker, scheduler = engine.layouts
     for group in worker.spec.stored_groups:
         pages = engine.pages(group)
-        zeros = int(pages.padding(0, 1, 1)[1].sum())
-        assert pages.block_bytes == sum(region.page_bytes for region in pages.regions) + zeros
+        assert pages.block_bytes == sum(aligned_page_bytes(layer.page_bytes) for layer in worker.layers[group])
         assert scheduler.block_bytes(group) >= worker.block_bytes(group) == pages.block_bytes
 
 

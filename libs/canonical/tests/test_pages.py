@@ -22,14 +22,12 @@ def test_every_page_begins_at_a_multiple_of_16_with_zeros_between() -> None:
     pages = GroupPages(TWO_LAYERS, 8)
     assert pages.block_bytes == 64 + 48
     assert pages.chunk_offsets(0, 3, 3).tolist() == [0, 64, 112, 176, 224, 288]
-    offsets, sizes = pages.padding(0, 3, 3)
-    assert (offsets.tolist(), sizes.tolist()) == ([60, 104, 172, 216, 284, 328], [4, 8] * 3)
 
 
 def test_pages_of_whole_words_have_no_padding() -> None:
     pages = GroupPages([[PageRegion(0, 64, 64)], [PageRegion(64, 64, 48)]], 8)
     assert pages.block_bytes == 112
-    assert [array.tolist() for array in pages.padding(0, 3, 3)] == [[], []]
+    assert pages.chunk_offsets(0, 3, 3).tolist() == [0, 64, 112, 176, 224, 288]
 
 
 def test_a_page_in_several_regions_equals_a_page_in_one() -> None:
@@ -37,20 +35,17 @@ def test_a_page_in_several_regions_equals_a_page_in_one() -> None:
     apart = GroupPages([[PageRegion(1000, 100, 37), PageRegion(3000, 100, 23)], [PageRegion(5000, 100, 40)]], 8)
     assert apart.block_bytes == GroupPages(TWO_LAYERS, 8).block_bytes
     assert apart.chunk_offsets(0, 2, 2).tolist() == [0, 37, 64, 112, 149, 176]
-    for mine, theirs in zip(apart.padding(0, 2, 2), GroupPages(TWO_LAYERS, 8).padding(0, 2, 2), strict=True):
-        assert mine.tolist() == theirs.tolist()
 
 
 def test_a_part_of_a_chunk_is_one_range_of_it() -> None:
     pages = GroupPages(TWO_LAYERS, 8)
     assert pages.chunk_offsets(1, 2, 3).tolist() == pages.chunk_offsets(0, 3, 3).tolist()[2:]
-    assert pages.padding(1, 2, 3)[0].tolist() == pages.padding(0, 3, 3)[0].tolist()[2:]
 
 
 @given(
     st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=1, max_size=5), st.integers(1, 6), st.data()
 )
-def test_pages_and_zeros_fill_a_chunk_without_gap_or_overlap(
+def test_gaps_of_a_chunk_are_shorter_than_a_word_and_only_after_pages(
     sizes: list[list[int]], stored: int, data: st.DataObject
 ) -> None:
     layers = [
@@ -61,13 +56,14 @@ def test_pages_and_zeros_fill_a_chunk_without_gap_or_overlap(
     offsets = pages.chunk_offsets(0, stored, stored)
     _, page_sizes = pages.addresses(range(stored))
     filled = np.zeros(stored * pages.block_bytes, dtype=int)
-    zero_offsets, zero_sizes = pages.padding(0, stored, stored)
-    assert (zero_sizes < PAGE_ALIGN_BYTES).all()
-    for some in ((offsets, page_sizes), (zero_offsets, zero_sizes)):
-        assert (np.diff(some[0]) > 0).all()
-        for offset, size in zip(*some, strict=True):
-            filled[offset : offset + size] += 1
-    assert (filled == 1).all()
+    for offset, size in zip(offsets, page_sizes, strict=True):
+        filled[offset : offset + size] += 1
+    assert (filled <= 1).all()
+    ends = np.append(offsets[1:], filled.size)
+    gaps = (ends - offsets - page_sizes).reshape(stored, -1)
+    last_regions = np.cumsum([len(page) for page in sizes]) - 1
+    assert (gaps >= 0).all() and (gaps < PAGE_ALIGN_BYTES).all()
+    assert not np.delete(gaps, last_regions, axis=1).any(), "regions of one page are adjacent"
     of_layers = offsets.reshape(stored, -1)[:, np.cumsum([0, *map(len, sizes[:-1])])]
     assert not (of_layers % PAGE_ALIGN_BYTES).any()
     first = data.draw(st.integers(0, stored))
@@ -108,8 +104,6 @@ def test_block_ids_may_have_any_integer_type(kind: type) -> None:
 def test_blocks_outside_a_chunk_are_refused(first: int, count: int) -> None:
     with pytest.raises(ValueError, match="chunk"):
         GroupPages(ONE, 8).chunk_offsets(first, count, 3)
-    with pytest.raises(ValueError, match="chunk"):
-        GroupPages(ONE, 8).padding(first, count, 3)
 
 
 @pytest.mark.parametrize("pages", [[], [[]], [*ONE, []], [[PageRegion(0, 10, 11)]], [[PageRegion(0, 10, 0)]]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -74,7 +73,7 @@ class Tier:
 
     def lowering(self, engine: Engine) -> JobLowering:
         blocks = engine.blocks
-        return JobLowering(RankMemory({0: blocks.pages}, {0: blocks}, self.zeros, cast(Any, self)))
+        return JobLowering(RankMemory({0: blocks.pages}, {0: blocks}, self.zeros, self))
 
     def store_runs(self, engine: Engine, chunk_copy: ChunkCopy) -> StoreRuns:
         return self.lowering(engine).store(self._table(chunk_copy))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion, TokenRange
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory, Zeros
-from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, ChunkPart, CopyColumns, CopyTable
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
 from kits.plain_lowering import PlainLowering
@@ -30,16 +30,10 @@ ZEROS = Zeros(1 << 41, 24)
 
 @dataclass(frozen=True)
 class Arena:
-    """The part of `SealedMemory` that is needed here. It has no memory: nothing is copied."""
+    """An arena without memory: nothing is copied."""
 
     base_address: int = ARENA_ADDRESS
     capacity_bytes: int = ARENA_BYTES
-
-    def addresses(self, slot: Slot) -> list[tuple[int, int]]:
-        for offset, num_bytes in slot.extents:
-            if offset < 0 or num_bytes <= 0 or offset + num_bytes > self.capacity_bytes:
-                raise ValueError(f"{slot} does not lie in the arena")
-        return [(self.base_address + offset, num_bytes) for offset, num_bytes in slot.extents]
 
 
 @st.composite
@@ -75,13 +69,13 @@ def groups(draw: st.DrawFn, number: int) -> tuple[GroupPages, GroupBlocks | None
 
 
 @st.composite
-def rank_memories(draw: st.DrawFn) -> RankMemory:
+def rank_memories(draw: st.DrawFn) -> RankMemory[Arena]:
     drawn = [draw(groups(number)) for number in range(draw(st.integers(1, 3)))]
     cut = {number: blocks for number, (_, blocks) in enumerate(drawn) if blocks is not None}
-    return RankMemory({number: pages for number, (pages, _) in enumerate(drawn)}, cut, ZEROS, cast(Any, Arena()))
+    return RankMemory({number: pages for number, (pages, _) in enumerate(drawn)}, cut, ZEROS, Arena())
 
 
-def chunk_bytes(memory: RankMemory, group_index: int, stored: int, lead: int, trail: int) -> int:
+def chunk_bytes(memory: RankMemory[Arena], group_index: int, stored: int, lead: int, trail: int) -> int:
     cut = memory.cut.get(group_index)
     if cut is None:
         return stored * memory.pages[group_index].block_bytes
@@ -99,7 +93,7 @@ def block_lists(draw: st.DrawFn, count: int) -> tuple[int, ...]:
 
 
 @st.composite
-def jobs(draw: st.DrawFn, memory: RankMemory, is_store: bool) -> list[ChunkCopy]:
+def jobs(draw: st.DrawFn, memory: RankMemory[Arena], is_store: bool) -> list[ChunkCopy]:
     """Copies with slots that follow each other in the arena, in pieces, sometimes with gaps."""
     copies: list[ChunkCopy] = []
     at = 0
@@ -163,7 +157,7 @@ def test_a_store_lowered_as_a_job_equals_its_chunks_one_by_one(data: st.DataObje
         assert (got.ends.tolist(), got.zero_bytes) == (expected.ends.tolist(), expected.zero_bytes)
 
 
-def plain_memory(page_bytes: int = 30) -> RankMemory:
+def plain_memory(page_bytes: int = 30) -> RankMemory[Arena]:
     """One group of one layer. With `page_bytes` 32 its blocks may be cut."""
     pages = GroupPages([[PageRegion(1 << 30, 64, page_bytes)]], POOL)
     cut = {}
@@ -173,7 +167,7 @@ def plain_memory(page_bytes: int = 30) -> RankMemory:
             return GroupPages([[PageRegion((1 << 30) + 4 * tokens.start, 64, 4 * (tokens.end - tokens.start))]], POOL)
 
         cut[0] = GroupBlocks(pages, BLOCK_TOKENS, part)
-    return RankMemory({0: pages}, cut, ZEROS, cast(Any, Arena()))
+    return RankMemory({0: pages}, cut, ZEROS, Arena())
 
 
 GOOD = ChunkCopy(0, b"key", Slot(((0, 64),)), 0, 2, (3, 1))
@@ -217,7 +211,7 @@ def test_layers_in_equal_steps_are_one_row_of_each_block(page_bytes: int) -> Non
     """But for stores of pages with zeros between them."""
     layers, num_blocks = 8, 3
     regions = [[PageRegion((1 << 30) + layer * 4096, 64, page_bytes)] for layer in range(layers)]
-    lowering = JobLowering(RankMemory({0: GroupPages(regions, POOL)}, {}, ZEROS, cast(Any, Arena())))
+    lowering = JobLowering(RankMemory({0: GroupPages(regions, POOL)}, {}, ZEROS, Arena()))
     slot = Slot(((0, num_blocks * layers * ((page_bytes + 15) // 16 * 16)),))
     table = CopyTable.of([ChunkCopy(0, b"key", slot, 0, num_blocks, (4, 1, 2))])
     load = lowering.load(table)
@@ -255,7 +249,7 @@ def test_the_comparison_detects_another_block() -> None:
 def test_no_run_spans_tier_memory_and_engine_memory() -> None:
     """The two may be adjacent, each registered by itself."""
     pages = GroupPages([[PageRegion(ARENA_ADDRESS + ARENA_BYTES, 16, 16)]], POOL)
-    lowering = JobLowering(RankMemory({0: pages}, {}, ZEROS, cast(Any, Arena())))
+    lowering = JobLowering(RankMemory({0: pages}, {}, ZEROS, Arena()))
     at_the_end = Slot(((ARENA_BYTES - 16, 16),))
     stored = ChunkCopy(0, b"a", at_the_end, 0, 1, (4,))
     local = ChunkCopy(0, b"b", at_the_end, 0, 1, (5,), local_blocks=(0,))
@@ -275,15 +269,6 @@ def test_a_table_returns_the_copies_it_was_made_from(data: st.DataObject) -> Non
     assert list(table.from_tier()) == [msgspec.structs.replace(copy, local_blocks=()) for copy in copies]
     assert pickle.loads(pickle.dumps(table)) == table
     assert sum(shape.num_copies for shape in table.rows()) == len(copies)
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    part = ChunkPart(0, 0, 2, 0, 0)
-    columns = CopyColumns([part] * 2, [b"a", b"b"], [GOOD.slot] * 2, [(1, 2), (3, 4)])
-    assert len(CopyTable.of_columns(columns)) == 2
-    for name in ("part", "key", "slot", "block_ids"):
-        with pytest.raises(ValueError, match="one length"):
-            CopyTable.of_columns(columns._replace(**{name: getattr(columns, name)[:1]}))
 
 
 @pytest.mark.parametrize("block_id", [1 << 31, 1.5, None])

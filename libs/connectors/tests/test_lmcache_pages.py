@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_ranks import DEEPSEEK_V4, MODELS, POOL_BYTES, digests_of, layout_of
 
+from hybridkv.connectors.vllm.common.copies.lowering import Zeros
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, block_tables, page_transfer
 from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, PoolMemory, bad_pages
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, session_spec_of
+from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry, cut_tables
 from hybridkv.lmcache.page import PageState, payload_of, seal
 from hybridkv.lmcache.pool import Pool, TakenPages
@@ -106,7 +108,7 @@ class SealedPages:
         taken = self.pool.take(self.parts.num_pages_by_group)
         assert taken is not None
         self.given: list[PageLease] = []
-        self.memory = PoolMemory.of(self.pool)
+        self.memory = PoolMemory(self.pool, {}, Zeros(0, 1))
         self.lease = PageLease(taken, self.memory, 0.0, self.given.append)
         for part in self.parts.parts:
             size, blocks = self.session_spec.groups[part.group].payload_bytes, geometry.blocks_per_chunk[part.group]
@@ -154,13 +156,15 @@ def test_blanked_pages_are_absent_and_others_unchanged() -> None:
     assert [state for *_, state in sealed.bad()] == [PageState.ABSENT] * 2
 
 
-def test_extents_are_the_payloads_of_pages() -> None:
+def test_slots_are_the_payloads_of_pages() -> None:
     sealed = SealedPages()
     for group, size in ((0, 4096), (1, 1000), (3, 72)):
-        pages = [3, 1]
-        for page, (address, num_bytes) in zip(pages, sealed.memory.extents(group, pages, size), strict=True):
-            view = payload_of(sealed.pool.page(group, page), size)
-            assert (address, num_bytes) == (np.frombuffer(view, dtype=np.uint8).ctypes.data, size)
+        for page in (3, 1):
+            [(offset, num_bytes)] = sealed.memory.slot(group, page, size).extents
+            payload = np.frombuffer(payload_of(sealed.pool.page(group, page), size), dtype=np.uint8)
+            assert (sealed.memory.base_address + offset, num_bytes) == (payload.ctypes.data, size)
+        with pytest.raises(LMCacheProtocolError, match="has no page"):
+            sealed.memory.slot(group, sealed.pool.num_blocks[group], size)
 
 
 @pytest.mark.parametrize("order", [(WORKER, SERVER), (SERVER, WORKER)])
@@ -177,8 +181,8 @@ def test_pages_are_returned_when_worker_and_server_are_done(order: tuple[str, st
 def test_memory_of_a_renewed_pool_keeps_its_old_content() -> None:
     sealed = SealedPages()
     sealed.pool.recreate()
-    now = PoolMemory.of(sealed.pool)
-    assert now.instance != sealed.memory.instance and now.address != sealed.memory.address
+    now = PoolMemory(sealed.pool, {}, Zeros(0, 1))
+    assert now.instance != sealed.memory.instance and now.base_address != sealed.memory.base_address
     assert sealed.bad() == []
     lease = PageLease(sealed.lease.taken, now, 0.0, sealed.given.append)
     assert bad_pages(sealed.parts, sealed.session_spec, lease, sealed.digests) != []

@@ -13,7 +13,7 @@ from plain_copies import bytes_of, copy_of
 from test_lookups import BLOCK, DRAFTER, FULL, HASHES, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
+from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load, plan_load_runs, read_blocks
 from hybridkv.tiers import Slot
@@ -42,7 +42,8 @@ def test_copies_made_at_once_equal_copies_made_one_by_one(
     keys = [made.key(each.group_index, HASHES, each.end_token) for each in transfers]
     slots = [Slot(((number, 1),)) for number, _ in enumerate(transfers)]
     local = LocalCopies(tuple(each.block_ids if data.draw(st.booleans()) else () for each in transfers), 0)
-    together = copies_of(layout, transfers, keys, slots, local)
+    runs = plan_load_runs(spec, boundary, 0, tables)
+    together = copies_of_runs(layout, runs, keys, slots, local)
     alone = [
         msgspec.structs.replace(copy_of(spec, transfer, key, slot), local_blocks=local_blocks)
         for transfer, key, slot, local_blocks in zip(transfers, keys, slots, local.block_ids, strict=True)
@@ -52,13 +53,17 @@ def test_copies_made_at_once_equal_copies_made_one_by_one(
     assert together.tier_bytes == sum(bytes_of(layout, copy) for copy in alone if not copy.local_blocks)
     # Without local blocks no object per chunk is made; slots have one extent or several.
     scattered = [Slot(tuple((each + more, 1) for more in range(1 + each % 7 // 5))) for each in range(len(keys))]
-    runs = plan_load_runs(spec, boundary, 0, tables)
     from_tier = copies_of_runs(layout, runs, keys, scattered)
-    assert from_tier == copies_of(layout, transfers, keys, scattered)
     assert list(from_tier.copies) == [copy_of(spec, *each) for each in zip(transfers, keys, scattered, strict=True)]
     assert (from_tier.tier_bytes, from_tier.local_bytes) == (sum(bytes_of(layout, copy) for copy in alone), 0)
+    none_local = LocalCopies(((),) * len(keys), 0)
+    assert from_tier == copies_of_runs(layout, runs, keys, scattered, none_local)
     with pytest.raises(ValueError, match="keys and slots"):
         copies_of_runs(layout, runs, keys, scattered[1:])
+    with pytest.raises(ValueError, match="keys and slots"):
+        copies_of_runs(layout, runs, keys[1:], scattered)
+    with pytest.raises(ValueError, match="local blocks"):
+        copies_of_runs(layout, runs, keys, slots, LocalCopies(local.block_ids[1:], 0))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans(), st.lists(st.integers(0, 19), max_size=2))

@@ -1,17 +1,24 @@
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion
-from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.common.messages import ChunkCopy
+from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory, Zeros
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers import Slot
-from hybridkv.transfer import InlineCopyEngine
+from hybridkv.transfer import CopyRuns, InlineCopyEngine
 
 BLOCKS = 8
 ZEROS = np.zeros(24, dtype=np.uint8)
 """Fewer bytes than a long slot has after its chunk."""
+
+
+class Arena(NamedTuple):
+    base_address: int
+    capacity_bytes: int
 
 
 class Memory:
@@ -32,13 +39,15 @@ class Memory:
     def stored(self, extents: list[tuple[int, int]]) -> bytes:
         return b"".join(self.tier[offset : offset + size].tobytes() for offset, size in extents)
 
-    def copy(self, copy: ChunkCopy, extents: list[tuple[int, int]], to_engine: bool) -> None:
-        base = self.tier.ctypes.data
-        slot = [(base + offset, size) for offset, size in extents]
-        if to_engine:
-            runs = load_runs(copy, self.pages, slot)
-        else:
-            runs = store_runs(copy, self.pages, slot, Zeros(ZEROS.ctypes.data, ZEROS.nbytes))
+    def runs(self, copy: ChunkCopy, to_engine: bool) -> CopyRuns:
+        """Runs from or to the tier, where the slot of the copy is."""
+        zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
+        lowering = JobLowering(RankMemory({0: self.pages}, {}, zeros, Arena(self.tier.ctypes.data, self.tier.nbytes)))
+        table = CopyTable.of([copy])
+        return lowering.load(table) if to_engine else lowering.store(table).runs
+
+    def copy(self, copy: ChunkCopy, to_engine: bool) -> None:
+        base, runs = self.tier.ctypes.data, self.runs(copy, to_engine)
         engine = InlineCopyEngine()
         engine.register(self.engine.ctypes.data, self.engine.nbytes, "engine")
         engine.register(ZEROS.ctypes.data, ZEROS.nbytes, "zeros")
@@ -79,7 +88,7 @@ def test_every_byte_of_a_slot_is_the_chunk_or_zero(
     extents = data.draw(cut(total))
     blocks = data.draw(st.permutations(range(BLOCKS)))[:stored]
     outside = memory.tier.copy()
-    memory.copy(ChunkCopy(0, b"key", Slot(tuple(extents)), 0, stored, tuple(blocks)), extents, to_engine=False)
+    memory.copy(ChunkCopy(0, b"key", Slot(tuple(extents)), 0, stored, tuple(blocks)), to_engine=False)
     assert memory.stored(extents) == chunk_of(memory, blocks) + bytes(spare_bytes)
     for offset, size in extents:
         outside[offset : offset + size] = memory.tier[offset : offset + size]
@@ -95,12 +104,12 @@ def test_a_stored_chunk_loads_unchanged_into_other_blocks(
     sources = data.draw(st.permutations(range(BLOCKS)))[:stored]
     before = [[memory.page(r, b).copy() for b in sources] for r in range(len(sizes))]
     slot = Slot(tuple(extents))
-    memory.copy(ChunkCopy(0, b"key", slot, 0, stored, tuple(sources)), extents, to_engine=False)
+    memory.copy(ChunkCopy(0, b"key", slot, 0, stored, tuple(sources)), to_engine=False)
 
     first = data.draw(st.integers(0, stored - 1))
     targets = data.draw(st.permutations(range(BLOCKS)))[: stored - first]
     untouched = memory.engine.copy()
-    memory.copy(ChunkCopy(0, b"key", slot, first, stored, tuple(targets)), extents, to_engine=True)
+    memory.copy(ChunkCopy(0, b"key", slot, first, stored, tuple(targets)), to_engine=True)
     for region in range(len(sizes)):
         for i, block in enumerate(targets):
             assert (memory.page(region, block) == before[region][first + i]).all()
@@ -112,23 +121,18 @@ def test_a_stored_chunk_loads_unchanged_into_other_blocks(
 def test_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
     """So that a checksum can be computed during the copy."""
     memory = Memory([10, 20], 400)
-    zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
-    runs = store_runs(
-        ChunkCopy(0, b"key", Slot(((0, 120),)), 0, 2, (3, 1)), memory.pages, [(1000, 50), (5000, 70)], zeros
-    )
-    places = [
-        place for _, destination, num_bytes in runs.triples() for place in range(destination, destination + num_bytes)
-    ]
-    assert places == [*range(1000, 1050), *range(5000, 5070)]
+    runs = memory.runs(ChunkCopy(0, b"key", Slot(((1000, 50), (500, 70))), 0, 2, (3, 1)), to_engine=False)
+    base = memory.tier.ctypes.data
+    places = [place - base for _, first, num_bytes in runs.triples() for place in range(first, first + num_bytes)]
+    assert places == [*range(1000, 1050), *range(500, 570)]
 
 
 def test_pages_of_whole_words_need_no_run_of_zeros() -> None:
     memory = Memory([32, 48], 400)
-    zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
-    copy = ChunkCopy(0, b"key", Slot(((0, 160),)), 0, 2, (3, 1))
-    runs = store_runs(copy, memory.pages, [(1000, 160)], zeros)
+    copy = ChunkCopy(0, b"key", Slot(((1000, 160),)), 0, 2, (3, 1))
+    runs = memory.runs(copy, to_engine=False)
     assert runs.num_bytes.tolist() == [32, 48, 32, 48]
-    assert runs.triples() == load_runs(copy, memory.pages, [(1000, 160)]).reversed().triples()
+    assert runs.triples() == memory.runs(copy, to_engine=True).reversed().triples()
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(1, (1, 2)), (0, (1, 2)), (2, (1,))])
@@ -136,19 +140,19 @@ def test_a_partial_chunk_is_not_stored(first: int, blocks: tuple[int, ...]) -> N
     memory = Memory([16], 100)
     copy = ChunkCopy(0, b"key", Slot(((0, 48),)), first, 3, blocks)
     with pytest.raises(ValueError, match="a store needs all 3 blocks of the chunk"):
-        memory.copy(copy, [(0, 48)], to_engine=False)
-    memory.copy(copy, [(0, 48)], to_engine=True)
+        memory.copy(copy, to_engine=False)
+    memory.copy(copy, to_engine=True)
 
 
 @pytest.mark.parametrize("to_engine", [False, True])
 def test_a_too_small_slot_is_refused(to_engine: bool) -> None:
     memory = Memory([10, 20], 200)
     with pytest.raises(ValueError, match="a chunk of 144 bytes does not fit a slot of 143"):
-        memory.copy(ChunkCopy(0, b"key", Slot(((0, 143),)), 0, 3, (1, 2, 3)), [(0, 143)], to_engine)
+        memory.copy(ChunkCopy(0, b"key", Slot(((0, 143),)), 0, 3, (1, 2, 3)), to_engine)
 
 
 @pytest.mark.parametrize("to_engine", [False, True])
 def test_a_block_outside_of_the_pool_is_refused(to_engine: bool) -> None:
     memory = Memory([10], 100)
     with pytest.raises(ValueError, match="block ids"):
-        memory.copy(ChunkCopy(0, b"key", Slot(((0, 16),)), 0, 1, (BLOCKS,)), [(0, 16)], to_engine)
+        memory.copy(ChunkCopy(0, b"key", Slot(((0, 16),)), 0, 1, (BLOCKS,)), to_engine)

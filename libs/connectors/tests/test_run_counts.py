@@ -14,8 +14,8 @@ import pytest
 
 from hybridkv.canonical import GroupPages, LayerLayout
 from hybridkv.canonical.torch_view import canonical_kv_caches
-from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.common.messages import ChunkCopy
+from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory, Zeros
+from hybridkv.connectors.vllm.common.copies.table import ChunkPart, CopyRun, CopyTable
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
 
@@ -58,15 +58,13 @@ def group_pages(order: str) -> GroupPages:
 
 def runs_of(pages: GroupPages, block_ids: Sequence[int], to_engine: bool) -> CopyRuns:
     """Runs that a worker submits for a whole prompt."""
-    slot_bytes = CHUNK_BLOCKS * pages.block_bytes
-    zeros = Zeros(0, 64)
-    parts = []
-    for number, first in enumerate(range(0, len(block_ids), CHUNK_BLOCKS)):
-        slot = Slot(((number * SLOT_STRIDE_BYTES, slot_bytes),))
-        copy = ChunkCopy(0, b"key", slot, 0, CHUNK_BLOCKS, tuple(block_ids[first : first + CHUNK_BLOCKS]))
-        runs = load_runs(copy, pages, slot.extents) if to_engine else store_runs(copy, pages, slot.extents, zeros)
-        parts.append(runs.coalesce())
-    return CopyRuns.concatenate(parts).coalesce()
+    num_chunks, slot_bytes = len(block_ids) // CHUNK_BLOCKS, CHUNK_BLOCKS * pages.block_bytes
+    arena = SimpleNamespace(base_address=0, capacity_bytes=num_chunks * SLOT_STRIDE_BYTES)
+    lowering = JobLowering(RankMemory({0: pages}, {}, Zeros(0, 64), arena))
+    slots = [Slot(((number * SLOT_STRIDE_BYTES, slot_bytes),)) for number in range(num_chunks)]
+    run = CopyRun(ChunkPart(0, 0, CHUNK_BLOCKS, 0, 0), num_chunks, block_ids)
+    table = CopyTable.of_runs([run], [b"key"] * num_chunks, slots)
+    return lowering.load(table) if to_engine else lowering.store(table).runs
 
 
 def equal_steps(runs: CopyRuns) -> int:

@@ -111,7 +111,8 @@ def test_only_sources_in_pinned_memory_may_be_read_in_any_order(
     device: WatchedDevice, engine: StreamCopyEngine
 ) -> None:
     memory = Memory(device, engine)
-    engine.submit(JobId(1), CopyRuns.concatenate([memory.copy_within_the_cache(1, 2), memory.store(3, 4).reversed()]))
+    loads = memory.store(3, 4).reversed()
+    engine.submit(JobId(1), CopyRuns.of(memory.copy_within_the_cache(1, 2).triples() + loads.triples()))
     wait_for_batches(device, engine, 1)
     assert device.batches == [(2, True), (1, False)]
 

@@ -4,8 +4,8 @@ A region has, for every block, the page of a layer or one contiguous part of tha
 several regions if the bytes of its page are not contiguous. A stored chunk is block-major: all pages of its first
 block, layer by layer, then those of the next block. So consecutive blocks of a chunk are one byte range, and a block is
 one run if the engine stores all its layers together without gaps. Each page starts at a multiple of `PAGE_ALIGN_BYTES`.
-The gap before the next page contains zeros, which the writer of the chunk writes (`GroupPages.padding`). The engine's
-own padding is not stored.
+The gap before the next page contains zeros, which the writer of the chunk writes. The engine's own padding is not
+stored.
 """
 
 from collections.abc import Sequence
@@ -89,9 +89,6 @@ class GroupPages:
         # The regions of a page are contiguous in a chunk; each page starts after the zeros of the previous page.
         zeros_before = np.repeat(np.cumsum(taken - content) - (taken - content), [len(page) for page in pages])
         self._offsets = np.cumsum(self._sizes) - self._sizes + zeros_before
-        is_padded = taken > content
-        self._padding_offsets = (np.cumsum(taken) - taken + content)[is_padded]
-        self._padding_sizes = (taken - content)[is_padded]
 
     def addresses(self, block_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
         """Addresses and sizes of some blocks in each region, in the order of a stored chunk.
@@ -126,21 +123,10 @@ class GroupPages:
         Raises:
             ValueError: a block is not in the chunk.
         """
-        return self._of_blocks(self._offsets, first_block, num_blocks, stored_blocks)
-
-    def padding(self, first_block: int, num_blocks: int, stored_blocks: int) -> tuple[Int64Array, Int64Array]:
-        """Offsets and sizes of the zeros after the pages of some blocks within a stored chunk, ascending.
-
-        Empty if page sizes are multiples of `PAGE_ALIGN_BYTES`. Arguments and errors as for `chunk_offsets`.
-        """
-        offsets = self._of_blocks(self._padding_offsets, first_block, num_blocks, stored_blocks)
-        return offsets, np.tile(self._padding_sizes, num_blocks)
-
-    def _of_blocks(self, within: Int64Array, first_block: int, num_blocks: int, stored_blocks: int) -> Int64Array:
         if not 0 <= first_block <= first_block + num_blocks <= stored_blocks:
             raise ValueError(
                 f"blocks {first_block} to {first_block + num_blocks} are not within a chunk of {stored_blocks}"
             )
         starts = np.arange(first_block, first_block + num_blocks, dtype=np.int64) * self.block_bytes
-        offsets: Int64Array = (starts[:, None] + within[None, :]).reshape(-1)
+        offsets: Int64Array = (starts[:, None] + self._offsets[None, :]).reshape(-1)
         return offsets

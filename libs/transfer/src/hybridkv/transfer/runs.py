@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,8 +56,7 @@ class CopyRuns:
 
     Immutable. The three int64 arrays have one length. They become read-only and belong to this object.
     `RunsError` if a size is not positive or an address is negative. A destination must not overlap another destination
-    or any source: the result would depend on the order, and `coalesce` and parallel copies change the order. This is
-    not checked.
+    or any source: the result would depend on the order, and copy engines may change the order. This is not checked.
 
     Runs from a `Lowering` are kept as rows. They are expanded to arrays only if a caller reads the arrays.
     """
@@ -160,16 +159,6 @@ class CopyRuns:
         table = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[CopyRuns]) -> CopyRuns:
-        if not parts:
-            return cls.empty()
-        return cls(
-            np.concatenate([part.sources for part in parts]),
-            np.concatenate([part.destinations for part in parts]),
-            np.concatenate([part.num_bytes for part in parts]),
-        )
-
     def __len__(self) -> int:
         return self._num_runs
 
@@ -186,16 +175,6 @@ class CopyRuns:
     def reversed(self) -> CopyRuns:
         """Runs in the opposite direction, from each destination to its source."""
         return CopyRuns(self.destinations, self.sources, self.num_bytes)
-
-    def coalesce(self) -> CopyRuns:
-        """The same bytes in fewer runs: joins consecutive runs that are adjacent on both sides."""
-        if len(self) < 2:
-            return self
-        continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (
-            self.destinations[1:] == self.destinations[:-1] + self.num_bytes[:-1]
-        )
-        starts = np.concatenate(([0], np.flatnonzero(~continues) + 1))
-        return CopyRuns(self.sources[starts], self.destinations[starts], np.add.reduceat(self.num_bytes, starts))
 
     def select(self, which: npt.NDArray[np.bool_]) -> CopyRuns:
         """Runs at the true positions of a mask."""

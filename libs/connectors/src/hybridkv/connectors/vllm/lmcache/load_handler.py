@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
-from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, bad_pages, copy_runs
+from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, bad_pages, copy_table
 from hybridkv.lmcache.calls import CallFailure, CallFailureReason, CallResult
 from hybridkv.lmcache.operations import Prefix, PrefixHit
 from hybridkv.lmcache.page import PageState
@@ -57,7 +56,6 @@ class LoadHandler:
 
     Args:
         session: session at the server.
-        pages: engine's blocks by group.
         copies: queue of copy jobs.
         timeout_s: timeout of a load.
         clock: seconds.
@@ -67,14 +65,12 @@ class LoadHandler:
     def __init__(
         self,
         session: RankSession,
-        pages: Mapping[int, GroupPages],
         copies: CopyJobs,
         timeout_s: float,
         clock: Callable[[], float],
         on_ended: Callable[[str, tuple[LoadFailure, ...]], None],
     ) -> None:
         self._session = session
-        self._pages = pages
         self._copies = copies
         self._timeout_s = timeout_s
         self._clock = clock
@@ -214,7 +210,7 @@ class LoadHandler:
     # The copy thread.
 
     def _runs(self, operation: _LoadOperation, lease: PageLease, _: CopyJob) -> CopyRuns:
-        return copy_runs(operation.transfer, self._session.spec, lease, self._pages, None)
+        return lease.memory.lowering.load(copy_table(operation.transfer, self._session.spec, lease))
 
     def _check(self, operation: _LoadOperation, lease: PageLease, job: CopyJob) -> str | None:
         """Checks pages and deadline before the copy. Returns the failure, if any."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.common.messages import ChunkCopy
+from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory, Zeros
+from hybridkv.connectors.vllm.common.copies.table import ChunkPart, CopyRun, CopyTable
 from hybridkv.connectors.vllm.lmcache.pages import PageTransfer, TransferPart, block_tables
 from hybridkv.connectors.vllm.lmcache.session_spec import SPARE_SHARE, SessionSpec, chunks_at_once
 from hybridkv.lmcache.connection import Connection, Down, Ready
@@ -27,53 +26,48 @@ from hybridkv.lmcache.pool import Pool, TakenPages
 from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.lmcache.withdrawal import withdraw
 from hybridkv.tiers import Slot
-from hybridkv.transfer import CopyRuns, Extent
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-_NO_SLOT = Slot(())
 WORKER, SERVER = "worker", "server"
 """Users of a page."""
 
 
-@dataclass(frozen=True, slots=True)
 class PoolMemory:
     """Memory of a pool, until the pool is recreated. The memory stays mapped as long as this object exists.
 
     Args:
-        instance: instance of the pool.
-        memory: whole memory.
-        groups: one array per group, with one row per page.
+        pool: the pool.
+        pages: engine's blocks by group.
+        zeros: source of the padding of stored blocks.
     """
 
-    instance: int
-    memory: Bytes
-    groups: tuple[Bytes, ...]
-
-    @classmethod
-    def of(cls, pool: Pool) -> PoolMemory:
-        instance, view = pool.current()
-        memory = np.frombuffer(view, dtype=np.uint8)
-        groups = []
+    def __init__(self, pool: Pool, pages: Mapping[int, GroupPages], zeros: Zeros) -> None:
+        self.instance, view = pool.current()
+        self.memory: Bytes = np.frombuffer(view, dtype=np.uint8)
+        self.base_address = int(self.memory.ctypes.data)
+        self.capacity_bytes = self.memory.nbytes
+        self.pages = pages
+        self._pool = pool
+        self.groups: list[Bytes] = []
+        """One array per group, with one row per page."""
         for group, (number, size) in enumerate(zip(pool.num_blocks, pool.geometry.page_bytes, strict=True)):
             start = pool.offset(group, 0)
-            groups.append(memory[start : start + number * size].reshape(number, size))
-        return cls(instance, memory, tuple(groups))
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-        return int(self.memory.ctypes.data)
+            self.groups.append(self.memory[start : start + number * size].reshape(number, size))
+        self.lowering = JobLowering(RankMemory(pages, {}, zeros, self))
+        """Lowers copies between the engine's blocks and slots of this memory."""
 
     def page(self, group: int, page: int) -> memoryview:
         """Header and payload of one page."""
         return memoryview(self.groups[group][page])
 
-    def extents(self, group: int, pages: Sequence[int], num_bytes: int) -> list[Extent]:
-        """Extents of the first `num_bytes` payload bytes of each page."""
-        rows = self.groups[group]
-        first, stride = int(rows.ctypes.data) + HEADER_BYTES, rows.strides[0]
-        return [(first + page * stride, num_bytes) for page in pages]
+    def slot(self, group: int, page: int, num_bytes: int) -> Slot:
+        """First `num_bytes` payload bytes of one page.
+
+        Raises:
+            LMCacheProtocolError: the group has no such page.
+        """
+        return Slot(((self._pool.offset(group, page) + HEADER_BYTES, num_bytes),))
 
     def blank(self, taken: TakenPages) -> None:
         """Clears the headers of pages, so that pages that the server does not write are detected."""
@@ -115,37 +109,23 @@ class PageLease:
         self.drop(SERVER)
 
 
-def copy_runs(
-    transfer: PageTransfer,
-    spec: SessionSpec,
-    lease: PageLease,
-    pages: Mapping[int, GroupPages],
-    zeros: Zeros | None,
-) -> CopyRuns:
-    """Copy runs between the engine's blocks and the pages: a load without `zeros`, a store with them.
+def copy_table(transfer: PageTransfer, spec: SessionSpec, lease: PageLease) -> CopyTable:
+    """Copies between the engine's blocks and the pages. Each page is the slot of one block.
 
     Raises:
-        ValueError: a block is outside the engine's pool.
+        ValueError: the lease has more or fewer pages than the transfer.
+        struct.error: a block id does not fit 32 bits.
     """
-    return CopyRuns.concatenate([_part_runs(part, spec, lease, pages, zeros) for part in transfer.parts]).coalesce()
-
-
-def _part_runs(
-    part: TransferPart,
-    spec: SessionSpec,
-    lease: PageLease,
-    pages: Mapping[int, GroupPages],
-    zeros: Zeros | None,
-) -> CopyRuns:
-    group_index = spec.group_indexes[part.group]
-    number = len(part.block_ids)
-    copy = ChunkCopy(group_index, b"", _NO_SLOT, 0, number, tuple(part.block_ids))
-    of_group = pages[group_index]
-    # One page holds one block.
-    extents = lease.memory.extents(part.group, lease.taken.blocks[part.group], of_group.block_bytes)
-    if zeros is None:
-        return load_runs(copy, of_group, extents)
-    return store_runs(copy, of_group, extents, zeros)
+    memory = lease.memory
+    runs: list[CopyRun] = []
+    slots: list[Slot] = []
+    for part in transfer.parts:
+        group_index = spec.group_indexes[part.group]
+        size = memory.pages[group_index].block_bytes
+        taken = lease.taken.blocks[part.group]
+        runs.append(CopyRun(ChunkPart(group_index, 0, 1, 0, 0), len(part.block_ids), part.block_ids))
+        slots += [memory.slot(part.group, page, size) for page, _ in zip(taken, part.block_ids, strict=True)]
+    return CopyTable.of_runs(runs, [b""] * len(slots), slots)
 
 
 class BadPage(NamedTuple):
@@ -162,7 +142,6 @@ def seal_pages(
     spec: SessionSpec,
     lease: PageLease,
     digests: Sequence[bytes],
-    pages: Mapping[int, GroupPages],
 ) -> None:
     """Writes the headers of pages after the copy of their bytes. Fills the rest of each page with zeros.
 
@@ -171,11 +150,10 @@ def seal_pages(
         spec: session parameters.
         lease: lease of the pages.
         digests: digest of each chunk of the prefix, from chunk 0.
-        pages: engine's blocks by group.
     """
     for part in transfer.parts:
         size = spec.groups[part.group].payload_bytes
-        filled = HEADER_BYTES + pages[spec.group_indexes[part.group]].block_bytes
+        filled = HEADER_BYTES + lease.memory.pages[spec.group_indexes[part.group]].block_bytes
         rows = lease.memory.groups[part.group]
         for page, chunk, block in _page_places(transfer, part, spec, lease):
             row = rows[page]
@@ -216,7 +194,7 @@ class RankSession:
         spec: session parameters.
         rank: rank of this process.
         namespace: digest of the content's identity.
-        register: registers shared memory at the copy engines.
+        open_memory: opens the memory of a pool, and registers it at the copy engines.
         clock: time in seconds.
     """
 
@@ -225,13 +203,13 @@ class RankSession:
         spec: SessionSpec,
         rank: int,
         namespace: bytes,
-        register: Callable[[PoolMemory], None],
+        open_memory: Callable[[Pool], PoolMemory],
         clock: Callable[[], float],
     ) -> None:
         self.spec = spec
         self.rank = rank
         self.geometry = Geometry(spec.groups, spec.chunk_tokens)
-        self._register = register
+        self._open_memory = open_memory
         self._clock = clock
         self._num_chunks = spec.num_chunks
         self._connect_until_s = clock() + spec.connect_timeout_s
@@ -337,9 +315,7 @@ class RankSession:
     def _current_memory(self) -> PoolMemory:
         pool = self._registration.pool
         if self._memory is None or self._memory.instance != pool.instance:
-            memory = PoolMemory.of(pool)
-            self._register(memory)
-            self._memory = memory
+            self._memory = self._open_memory(pool)
             with self._lock:
                 self._leases = {lease for lease in self._leases if lease.taken.instance == self._memory.instance}
         return self._memory

@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.common.copies.lowering import Zeros
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, StoreRelease
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
-from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, copy_runs, seal_pages
+from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, copy_table, seal_pages
 from hybridkv.lmcache.calls import CallFailure, CallResult
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns
@@ -42,8 +40,6 @@ class StoreHandler:
 
     Args:
         session: session at the server.
-        pages: engine's blocks by group.
-        zeros: zero bytes for the gaps within a stored block.
         copies: queue of copy jobs.
         clock: seconds.
         on_ended: called once for each store, with its id, and reason and detail of the failure; None after a success.
@@ -52,15 +48,11 @@ class StoreHandler:
     def __init__(
         self,
         session: RankSession,
-        pages: Mapping[int, GroupPages],
-        zeros: Zeros,
         copies: CopyJobs,
         clock: Callable[[], float],
         on_ended: Callable[[int, str | None, str | None], None],
     ) -> None:
         self._session = session
-        self._pages = pages
-        self._zeros = zeros
         self._copies = copies
         self._clock = clock
         self._on_ended = on_ended
@@ -145,12 +137,12 @@ class StoreHandler:
         session, digests = self._session, operation.store.digests
 
         def make_runs(job: CopyJob) -> CopyRuns:
-            runs = copy_runs(transfer, session.spec, lease, self._pages, self._zeros)
-            job.zero_bytes = self._zeros.num_bytes_in(runs)
-            return runs
+            lowered = lease.memory.lowering.store(copy_table(transfer, session.spec, lease))
+            job.zero_bytes = lowered.zero_bytes
+            return lowered.runs
 
         def seal_and_send(_: CopyJob) -> None:
-            seal_pages(transfer, session.spec, lease, digests, self._pages)
+            seal_pages(transfer, session.spec, lease, digests)
             if operation.store.is_held:
                 lease.until_s = math.inf  # not sent to the server yet
                 self._held[operation.store.store_id].append((operation.store, transfer, lease))

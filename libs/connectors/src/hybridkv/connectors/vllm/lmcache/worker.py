@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
@@ -24,6 +25,7 @@ from hybridkv.connectors.vllm.lmcache.session import PoolMemory, RankSession
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec
 from hybridkv.connectors.vllm.lmcache.store_handler import StoreHandler
 from hybridkv.lmcache.operations import OperationCounts
+from hybridkv.lmcache.pool import Pool
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.ram import RamArena
 
@@ -223,16 +225,18 @@ class LMCacheWorker(RankWorker):
             needed = self._memory.pages[group_index].block_bytes
             if needed > group.payload_bytes:
                 raise ValueError(f"a block of group {group_index} has {needed} bytes, a page {group.payload_bytes}")
-        clock, pages = self._paths.clock, self._memory.pages
-        session = RankSession(session_spec, self._rank, plan.namespace, self._register_pages, clock)
-        self._loads = LoadHandler(session, pages, self._copies, self._paths.load_timeout_s, clock, self._loaded)
-        self._stores = StoreHandler(session, pages, zeros_in(self._memory.zeros), self._copies, clock, self._stored)
+        clock, open_pool = self._paths.clock, partial(self._open_pool, self._memory)
+        session = RankSession(session_spec, self._rank, plan.namespace, open_pool, clock)
+        self._loads = LoadHandler(session, self._copies, self._paths.load_timeout_s, clock, self._loaded)
+        self._stores = StoreHandler(session, self._copies, clock, self._stored)
         self._session = session
 
-    def _register_pages(self, memory: PoolMemory) -> None:
+    def _open_pool(self, kv_memory: KVMemory, pool: Pool) -> PoolMemory:
+        memory = PoolMemory(pool, kv_memory.pages, zeros_in(kv_memory.zeros))
         self._device.pin_pool(memory.memory)
         for engine in self._paths.engines():
-            engine.register(memory.address, memory.memory.nbytes, "pages")
+            engine.register(memory.base_address, memory.capacity_bytes, "pages")
+        return memory
 
     def _loaded(self, request_id: str, failures: tuple[LoadFailure, ...]) -> None:
         withdrawn = {failure.key for failure in failures} - {None}

@@ -1,23 +1,17 @@
-"""Lowering of copies to runs of bytes, the last step before a copy engine. No other module computes address pairs.
-
-`JobLowering` lowers a whole job in native code. The numpy functions lower one chunk, for LMCache's pages.
-"""
+"""Lowering of copies to runs of bytes, the last step before a copy engine. No other module computes address pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridkv.canonical import GroupPages, TokenRange
-from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
-from hybridkv.tiers import SealedMemory
-from hybridkv.transfer import CopyRuns, Extent, Lowering
-
-Integers = npt.NDArray[np.int64]
+from hybridkv.connectors.vllm.common.copies.table import CopyTable
+from hybridkv.transfer import CopyRuns, Lowering
 
 
 class Zeros(NamedTuple):
@@ -33,131 +27,6 @@ class Zeros(NamedTuple):
 
     address: int
     num_bytes: int
-
-    def num_bytes_in(self, runs: CopyRuns) -> int:
-        """Bytes of the runs that have this memory as source."""
-        is_zero = (runs.sources >= self.address) & (runs.sources < self.address + self.num_bytes)
-        return int(runs.num_bytes[is_zero].sum())
-
-
-class _Pieces(NamedTuple):
-    """Pieces of memory and their places in a chunk, ascending by place.
-
-    Args:
-        addresses: address of each piece in the engine's blocks, or in the zeros.
-        offsets: offsets of the pieces in the chunk, in bytes.
-        sizes: bytes of each piece.
-    """
-
-    addresses: Integers
-    offsets: Integers
-    sizes: Integers
-
-
-def load_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> CopyRuns:
-    """Runs that load the blocks of a copy.
-
-    Args:
-        copy: blocks of a group and their place in a chunk.
-        pages: the group's pages.
-        extents: (address, num_bytes) of the chunk's slot, in the chunk's order.
-
-    Returns:
-        Runs that write every page of the copy once and nothing else, in the order of the chunk's bytes.
-
-    Raises:
-        ValueError: the slot is smaller than the chunk, or a block is outside the pool.
-    """
-    _require_room(copy, pages, extents)
-    engine, stored, num_bytes = _paired(_pages_of(copy, pages), extents)
-    return CopyRuns(stored, engine, num_bytes)
-
-
-def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
-    """Runs that store a whole chunk.
-
-    Args:
-        copy: all blocks of a chunk.
-        pages: the group's pages.
-        extents: (address, num_bytes) of the chunk's slot, in the chunk's order.
-        zeros: source of padding.
-
-    Returns:
-        Runs that write every byte of the slot once, in order: the pages, the zeros between them, and zeros after the
-        chunk if its slot is longer. So no earlier content remains in the slot.
-
-    Raises:
-        ValueError: the slot is smaller than the chunk, a block is outside the pool, or the copy lacks blocks of the
-            chunk, so that the slot would keep earlier content in their places.
-    """
-    require_all_blocks(copy)
-    slot_bytes = _require_room(copy, pages, extents)
-    pieces = _with_zeros(_pages_of(copy, pages), _gaps(copy, pages, slot_bytes, zeros.num_bytes), zeros)
-    return CopyRuns(*_paired(pieces, extents))
-
-
-def require_all_blocks(copy: ChunkCopy) -> None:
-    """Refuses a store of an incomplete chunk.
-
-    Raises:
-        ValueError: the copy lacks blocks of the chunk.
-    """
-    if copy.first_block or len(copy.block_ids) != copy.stored_blocks:
-        got = f"{len(copy.block_ids)} blocks from block {copy.first_block} on"
-        raise ValueError(f"a store needs all {copy.stored_blocks} blocks of the chunk, got {got}")
-
-
-def _require_room(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> int:
-    """Checks that the chunk fits. Returns the bytes of the slot."""
-    slot_bytes = sum(num_bytes for _, num_bytes in extents)
-    chunk_bytes = copy.stored_blocks * pages.block_bytes
-    if slot_bytes < chunk_bytes:
-        raise ValueError(f"a chunk of {chunk_bytes} bytes does not fit a slot of {slot_bytes}")
-    return slot_bytes
-
-
-def _pages_of(copy: ChunkCopy, pages: GroupPages) -> _Pieces:
-    addresses, sizes = pages.addresses(copy.block_ids)
-    return _Pieces(addresses, pages.chunk_offsets(copy.first_block, len(copy.block_ids), copy.stored_blocks), sizes)
-
-
-def _gaps(copy: ChunkCopy, pages: GroupPages, slot_bytes: int, largest_bytes: int) -> tuple[Integers, Integers]:
-    """Offsets and sizes, ascending, of the bytes of a chunk's slot that belong to no page. The rest of the slot after
-    the chunk is split into pieces of at most `largest_bytes`."""
-    offsets, sizes = pages.padding(0, copy.stored_blocks, copy.stored_blocks)
-    offsets_after = np.arange(copy.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
-    rest = np.minimum(slot_bytes - offsets_after, largest_bytes)
-    return np.concatenate([offsets, offsets_after]), np.concatenate([sizes, rest])
-
-
-def _with_zeros(pieces: _Pieces, gaps: tuple[Integers, Integers], zeros: Zeros) -> _Pieces:
-    offsets, sizes = gaps
-    if not offsets.size:
-        return pieces
-    places = np.searchsorted(pieces.offsets, offsets)
-    return _Pieces(
-        np.insert(pieces.addresses, places, zeros.address),
-        np.insert(pieces.offsets, places, offsets),
-        np.insert(pieces.sizes, places, sizes),
-    )
-
-
-def _paired(pieces: _Pieces, extents: Sequence[Extent]) -> tuple[Integers, Integers, Integers]:
-    """Splits the pieces at the ends of the slot's extents. Returns the addresses, the addresses in the slot, and the
-    sizes of the split pieces."""
-    slot_addresses, slot_sizes = np.array(extents, dtype=np.int64).reshape(-1, 2).T
-    slot_ends = np.cumsum(slot_sizes)
-    slot_starts = slot_ends - slot_sizes
-    ends = pieces.offsets + pieces.sizes
-    first = np.searchsorted(slot_ends, pieces.offsets, side="right")
-    cuts = np.searchsorted(slot_ends, ends - 1, side="right") - first + 1
-    piece = np.repeat(np.arange(pieces.offsets.size), cuts)
-    extent = first[piece] + np.arange(piece.size) - np.repeat(np.cumsum(cuts) - cuts, cuts)
-    low = np.maximum(pieces.offsets[piece], slot_starts[extent])
-    high = np.minimum(ends[piece], slot_ends[extent])
-    here = pieces.addresses[piece] + (low - pieces.offsets[piece])
-    stored = slot_addresses[extent] + (low - slot_starts[extent])
-    return here, stored, high - low
 
 
 class BlockPart(NamedTuple):
@@ -212,8 +81,23 @@ class GroupBlocks:
             yield BlockPart(0, end, last, 1)
 
 
+class SlotMemory(Protocol):
+    """Memory that contains slots."""
+
+    @property
+    def base_address(self) -> int:
+        """Address of offset 0."""
+        ...
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+
+Arena_co = TypeVar("Arena_co", bound=SlotMemory, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class RankMemory(Generic[Arena_co]):
     """Memory on both sides of a rank's copies.
 
     Args:
@@ -226,7 +110,7 @@ class RankMemory:
     pages: Mapping[int, GroupPages]
     cut: Mapping[int, GroupBlocks]
     zeros: Zeros
-    arena: SealedMemory
+    arena: Arena_co
 
 
 class StoreRuns(NamedTuple):
@@ -251,7 +135,7 @@ class JobLowering:
             incomplete.
     """
 
-    def __init__(self, memory: RankMemory) -> None:
+    def __init__(self, memory: RankMemory[SlotMemory]) -> None:
         arena, zeros = memory.arena, memory.zeros
         self._native = Lowering(arena.base_address, arena.capacity_bytes, zeros.address, zeros.num_bytes)
         self._cut = memory.cut

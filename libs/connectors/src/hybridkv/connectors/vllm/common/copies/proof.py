@@ -28,7 +28,7 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.copies.devices import Device, GpuDevice
 from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, zeros_in
-from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory
+from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory, SlotMemory
 from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers import SealedMemory, Slot
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
@@ -123,7 +123,7 @@ def prove_copies_at_start(
 
 
 def prove_copies(
-    memory: RankMemory,
+    memory: RankMemory[SealedMemory],
     tensors: Sequence[Any],
     paths: CopyPaths,
     gpu: GpuDevice,
@@ -242,7 +242,7 @@ class _Blocks:
 
 
 def _blocks_that_fit(
-    memory: RankMemory, group_index: int, tensors: Sequence[Any], random: np.random.Generator
+    memory: RankMemory[SlotMemory], group_index: int, tensors: Sequence[Any], random: np.random.Generator
 ) -> _Blocks:
     """Random blocks of one group: as many as the limits and the free memory of the device allow, at least one.
 

@@ -2,22 +2,21 @@
 copies in one call.
 
 Most chunks of a job differ only in key, slot and blocks. So a table has the common part once for consecutive chunks,
-and no object for a single chunk. `copies_of` and `copies_of_runs` make tables from the planner's transfers.
+and no object for a single chunk. `copies_of_runs` makes a table from the planner's transfers.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, groupby
 from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.planner import CacheSpec, LocalCopies, Transfer, TransferRun, chunk_blocks, chunk_span
+from hybridkv.planner import CacheSpec, LocalCopies, TransferRun, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 
 
@@ -90,24 +89,6 @@ class ChunkPart(NamedTuple):
     trail_tokens: int
 
 
-class CopyColumns(NamedTuple):
-    """Copies as sequences of equal length.
-
-    Args:
-        part: part of the chunk of each copy.
-        key: key of the chunk of each copy.
-        slot: slot of the chunk of each copy.
-        block_ids: see `ChunkCopy`.
-        local_blocks: see `ChunkCopy`; None if no copy has local blocks.
-    """
-
-    part: Sequence[ChunkPart]
-    key: Sequence[bytes]
-    slot: Sequence[Slot]
-    block_ids: Sequence[Sequence[int]]
-    local_blocks: Sequence[Sequence[int]] | None = None
-
-
 class CopyRun(NamedTuple):
     """Consecutive copies of the same part of their chunks, with equal numbers of blocks.
 
@@ -115,11 +96,13 @@ class CopyRun(NamedTuple):
         part: part of the chunk of each copy.
         num_copies: number of copies.
         block_ids: blocks of all copies, concatenated.
+        local_blocks: local blocks of all copies, concatenated; see `ChunkCopy`.
     """
 
     part: ChunkPart
     num_copies: int
     block_ids: Sequence[int]
+    local_blocks: Sequence[int] = ()
 
 
 class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -147,39 +130,16 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
             struct.error: a block id does not fit 32 bits.
         """
         each = list(copies)
-        return cls.of_columns(
-            CopyColumns(
-                [
-                    ChunkPart(
-                        copy.group_index, copy.first_block, copy.stored_blocks, copy.lead_tokens, copy.trail_tokens
-                    )
-                    for copy in each
-                ],
-                [copy.key for copy in each],
-                [copy.slot for copy in each],
-                [copy.block_ids for copy in each],
-                [copy.local_blocks for copy in each],
+        runs = [
+            CopyRun(
+                ChunkPart(copy.group_index, copy.first_block, copy.stored_blocks, copy.lead_tokens, copy.trail_tokens),
+                1,
+                copy.block_ids,
+                copy.local_blocks,
             )
-        )
-
-    @classmethod
-    def of_columns(cls, columns: CopyColumns) -> CopyTable:
-        """Table of copies in columns.
-
-        Raises:
-            ValueError: the columns have different lengths.
-            struct.error: a block id does not fit 32 bits.
-        """
-        if len({len(column) for column in columns if column is not None}) > 1:
-            raise ValueError(f"expected columns of one length, got {[len(column or ()) for column in columns]}")
-        extents = [slot.extents for slot in columns.slot]
-        return cls(
-            b"".join(_shapes(columns, extents)),
-            b"".join(columns.key),
-            _packed("i", columns.block_ids),
-            _packed("i", columns.local_blocks or ()),
-            _packed("q", list(chain.from_iterable(extents))),
-        )
+            for copy in each
+        ]
+        return cls.of_runs(runs, [copy.key for copy in each], [copy.slot for copy in each])
 
     @classmethod
     def of_runs(cls, runs: Sequence[CopyRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> CopyTable:
@@ -194,18 +154,17 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"expected {num_copies} keys and slots, got {len(keys)} and {len(slots)}")
         extents = [slot.extents for slot in slots]
         shapes, start = [], 0
-        for part, num_copies, block_ids in runs:
-            end, num_blocks = start + num_copies, len(block_ids) // num_copies
+        for (part, num_blocks, num_local), alike in groupby(runs, _key_of):
+            end = start + sum([run.num_copies for run in alike])
             for number, num_extents, key_bytes in _equal_runs((extents[start:end], keys[start:end])):
-                shapes.append(_shape(number, part, num_blocks, 0, num_extents, key_bytes))
+                shapes.append(_shape(number, part, num_blocks, num_local, num_extents, key_bytes))
             start = end
-        places = list(chain.from_iterable(chain.from_iterable(extents)))
         return cls(
             b"".join(shapes),
             b"".join(keys),
-            b"".join([struct.pack(f"{len(run.block_ids)}i", *run.block_ids) for run in runs]),
-            b"",
-            struct.pack(f"{len(places)}q", *places),
+            _packed("i", [run.block_ids for run in runs]),
+            _packed("i", [run.local_blocks for run in runs]),
+            _packed("q", chain.from_iterable(extents)),
         )
 
     def rows(self) -> Iterator[CopyShape]:
@@ -261,25 +220,18 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 block, local = block + shape.num_blocks, local + shape.num_local
 
 
-def _shapes(columns: CopyColumns, extents: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bytes]:
-    """Rows of the table: consecutive copies with the same part and equal sizes share a row."""
-    start = 0
-    local_blocks: Sequence[Sequence[int]] = columns.local_blocks or [()] * len(extents)
-    of_each: tuple[Sequence[Sized], ...] = (columns.block_ids, local_blocks, extents, columns.key)
-    for part, run in groupby(columns.part):
-        end = start + len(list(run))
-        for num_copies, num_blocks, num_local, num_extents, key_bytes in _equal_runs(
-            [each[start:end] for each in of_each]
-        ):
-            yield _shape(num_copies, part, num_blocks, num_local, num_extents, key_bytes)
-        start = end
+def _key_of(run: CopyRun) -> tuple[ChunkPart, int, int]:
+    """Part of the chunks, and for each copy the number of blocks and of local blocks."""
+    part, num_copies, block_ids, local_blocks = run
+    return part, len(block_ids) // num_copies, len(local_blocks) // num_copies
 
 
 def _shape(
     num_copies: int, part: ChunkPart, num_blocks: int, num_local: int, num_extents: int, key_bytes: int
 ) -> bytes:
     """A row of the table: a `CopyShape`."""
-    return _packer("i", SHAPE_NUMBERS)(
+    return struct.pack(
+        f"{SHAPE_NUMBERS}i",
         num_copies,
         part.group_index,
         part.first_block,
@@ -304,18 +256,10 @@ def _equal_runs(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]
         yield len(list(rows)), *row
 
 
-def _packed(kind: str, each: Sequence[Sequence[int]]) -> bytes:
-    """Bytes of the numbers of all sequences, as `array` stores them, but four times as fast as `array`."""
-    sizes = set(map(len, each))
-    if len(sizes) == 1:
-        pack = _packer(kind, sizes.pop())
-        return b"".join([pack(*numbers) for numbers in each])
-    return b"".join([_packer(kind, len(numbers))(*numbers) for numbers in each])
-
-
-@lru_cache(maxsize=256)
-def _packer(kind: str, count: int) -> Callable[..., bytes]:
-    return struct.Struct(f"{count}{kind}").pack
+def _packed(kind: str, each: Iterable[Iterable[int]]) -> bytes:
+    """Bytes of all numbers, as `array` stores them."""
+    numbers = list(chain.from_iterable(each))
+    return struct.pack(f"{len(numbers)}{kind}", *numbers)
 
 
 def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
@@ -338,43 +282,49 @@ class Copies(NamedTuple):
     local_bytes: int
 
 
-def copies_of(
+def copies_of_runs(
     layout: CacheLayout,
-    transfers: Sequence[Transfer],
+    runs: Sequence[TransferRun],
     keys: Sequence[bytes],
     slots: Sequence[Slot],
     local: LocalCopies | None = None,
 ) -> Copies:
-    """Copies of a load's transfers. The source is the slot of each chunk, or blocks that the engine still holds
-    (`local`)."""
-    spec = layout.spec
-    whole = _whole_parts(spec)
-    parts = [
-        (None if transfer.first_block or transfer.end_token % spec.chunk_tokens else whole[transfer.group_index])
-        or _part(spec, transfer.group_index, transfer.end_token, transfer.first_block)
-        for transfer in transfers
-    ]
-    block_ids = [transfer.block_ids for transfer in transfers]
-    local_blocks = None if local is None else local.block_ids
-    return _with_sizes(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks)))
+    """Copies of a store or a load. The source of a load is the slot of each chunk, or blocks that the engine still
+    holds (`local`). Creates no object for a single chunk.
+
+    Raises:
+        ValueError: the numbers of transfers, keys, slots and local blocks differ.
+    """
+    copied = _copied(layout.spec, runs)
+    if local is not None:
+        if len(local.block_ids) != len(keys):
+            raise ValueError(f"expected local blocks of {len(keys)} transfers, got {len(local.block_ids)}")
+        copied = _with_local(copied, local.block_ids)
+    return _with_sizes(layout, CopyTable.of_runs(list(copied), keys, slots))
 
 
-def copies_of_runs(
-    layout: CacheLayout, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]
-) -> Copies:
-    """Copies of a store, or of a load without local blocks. Creates no object for a single chunk."""
-    spec = layout.spec
+def _copied(spec: CacheSpec, runs: Iterable[TransferRun]) -> Iterator[CopyRun]:
     whole = _whole_parts(spec)
-    copied: list[CopyRun] = []
     for run in runs:
-        if run.num_transfers > 1 and (part := whole[run.group_index]) is not None:
-            copied.append(CopyRun(part, run.num_transfers, run.block_ids))
-        else:
-            copied += [
-                CopyRun(_part(spec, each.group_index, each.end_token, each.first_block), 1, each.block_ids)
-                for each in run.transfers(spec.chunk_tokens)
-            ]
-    return _with_sizes(layout, CopyTable.of_runs(copied, keys, slots))
+        part = None if run.first_block or run.end_token % spec.chunk_tokens else whole[run.group_index]
+        if part is not None:
+            yield CopyRun(part, run.num_transfers, run.block_ids)
+            continue
+        for each in run.transfers(spec.chunk_tokens):
+            yield CopyRun(_part(spec, each.group_index, each.end_token, each.first_block), 1, each.block_ids)
+
+
+def _with_local(runs: Iterable[CopyRun], local_blocks: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
+    """The runs with local blocks, split where copies have other numbers of these."""
+    start = 0
+    for run in runs:
+        block, num_blocks = 0, len(run.block_ids) // run.num_copies
+        for _, alike in groupby(local_blocks[start : start + run.num_copies], len):
+            each = list(alike)
+            end = block + len(each) * num_blocks
+            yield CopyRun(run.part, len(each), run.block_ids[block:end], list(chain.from_iterable(each)))
+            block = end
+        start += run.num_copies
 
 
 def _with_sizes(layout: CacheLayout, table: CopyTable) -> Copies:

@@ -13,7 +13,7 @@ import msgspec
 
 from hybridkv.connectors.errors import printable
 from hybridkv.connectors.vllm.common.blocks.blocks import tables_of
-from hybridkv.connectors.vllm.common.copies.table import CopyTable, copies_of, copies_of_runs
+from hybridkv.connectors.vllm.common.copies.table import CopyTable, copies_of_runs
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
@@ -135,11 +135,9 @@ class LoadsInFlight:
         if self._stack.has_async_lookups:
             self._require_sizes(runs, wanted, slots)
         in_flight.keys += wanted
-        if local is None:
-            planned = copies_of_runs(self._layout, runs, wanted, slots)
-        else:
+        planned = copies_of_runs(self._layout, runs, wanted, slots, local)
+        if local is not None:
             in_flight.local_tokens = local.num_tokens
-            planned = copies_of(self._layout, self._transfers(runs), wanted, slots, local)
             self._local.pin(tracked.request_id, local)
         in_flight.num_bytes += planned.tier_bytes
         in_flight.local_bytes += planned.local_bytes
