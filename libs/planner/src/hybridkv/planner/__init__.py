@@ -67,7 +67,6 @@ from hybridkv.planner.coverage import (
     read_blocks,
     resume_start,
 )
-from hybridkv.planner.diagnosis import Finding, Problem, diagnose
 from hybridkv.planner.groups import (
     CacheSpec,
     GroupKind,
@@ -108,7 +107,6 @@ __all__ = [
     "ClippedBlocks",
     "Costs",
     "Experience",
-    "Finding",
     "GroupKind",
     "GroupSpec",
     "Hit",
@@ -126,7 +124,6 @@ __all__ = [
     "Pending",
     "Placement",
     "PlanError",
-    "Problem",
     "Prompt",
     "RangeLookup",
     "Rate",
@@ -157,7 +154,6 @@ __all__ = [
     "chunk_unit",
     "clip_blocks",
     "coverage",
-    "diagnose",
     "find_local_copies",
     "gate_load",
     "gate_lookup",

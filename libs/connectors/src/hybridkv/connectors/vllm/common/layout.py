@@ -1,7 +1,7 @@
 """Cache layout: vLLM's KV cache groups as groups of the planner, their fingerprints, and the sizes of their pages.
 
-This module also chooses the chunk length: an automatic length, or the operator's. The planner checks the length; this
-module turns its findings into configuration errors.
+This module also chooses the chunk length: an automatic length, or the operator's. The planner finds the nearest length
+that works; if this is another length, this module raises a configuration error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from hybridkv.planner import (
     GroupKind,
     GroupSpec,
     HybridOffloadPlanner,
-    Problem,
     TokenSpan,
     chunk_blocks,
     chunk_span,
     chunk_unit,
-    diagnose,
     whole_chunk_unit,
 )
 
@@ -61,12 +59,12 @@ def choose_chunk(
             or no prompt can hit. The hint names a valid length or, if there is none, other settings to change.
     """
     chunk = _auto_chunk(specs, max_model_len, hash_tokens) if wanted == "auto" else wanted
-    findings = diagnose(HybridOffloadPlanner.of_groups(specs, hash_tokens, chunk), max_model_len)
-    if not findings:
+    planner = HybridOffloadPlanner(specs, hash_tokens, max_model_len)
+    nearest = planner.nearest_chunk(chunk)
+    if nearest == chunk:
         return chunk
-    unit, path, found = math.lcm(chunk_unit(specs), hash_tokens), f"{ROOT}.chunk_tokens", findings[0]
-    nearest = found.nearest_chunk_tokens
-    if found.problem is Problem.MISALIGNED_CHUNK:
+    unit, path = planner.unit_tokens, f"{ROOT}.chunk_tokens"
+    if chunk % unit:
         whole = sorted(
             {spec.block_tokens for spec in specs if spec.kind is not GroupKind.SCRATCH and not spec.part_tokens}
         )
