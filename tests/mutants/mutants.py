@@ -9,7 +9,6 @@ _PLANNER: Final = "libs/planner/src/hybridkv/planner"
 _HASHING: Final = "libs/hashing/src/hybridkv/hashing"
 _CANONICAL: Final = "libs/canonical/src/hybridkv/canonical"
 _TIERS: Final = "libs/tiers/src/hybridkv/tiers"
-_TRANSFER: Final = "libs/transfer/src/hybridkv/transfer"
 _PEERS: Final = "libs/peers/src/hybridkv/peers"
 _LMCACHE: Final = "libs/lmcache/src/hybridkv/lmcache"
 _CONNECTORS: Final = "libs/connectors/src/hybridkv/connectors/vllm"
@@ -126,10 +125,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "copies are joined across a gap",
-        f"{_TRANSFER}/runs.py",
-        "continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (",
-        "continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) | (",
-        "//libs/transfer/...",
+        "csrc/cpu/lowering.cc",
+        "return !is_parted_ && source == next_source_ && destination == next_destination_;",
+        "return !is_parted_ && (source == next_source_ || destination == next_destination_);",
+        "//csrc/... //libs/transfer/...",
     ),
     Mutant(
         "a lease is valid after it expired",

@@ -11,20 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.copies.table import CopyTable
 from hybridkv.tiers.stack import MoveOutcome, TierMove
-
-__all__ = [
-    "ChunkCopy",
-    "CopyTable",
-    "Load",
-    "LoadFailure",
-    "StepOutcome",
-    "StepPlan",
-    "Store",
-    "StoreOutcome",
-    "WorkerFacts",
-]
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
