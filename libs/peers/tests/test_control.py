@@ -19,7 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.control.dialing import MAX_NAMES, Address, Dialer, Resolver
+from hybridkv.peers.control.dialing import MAX_NAMES, Dialer, Resolver
+from hybridkv.peers.control.sockets import Address
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
@@ -176,8 +177,8 @@ def test_a_connection_that_fails_before_hello_has_the_right_reason(
     """On a busy machine the handshake may fail before this side sends Hello."""
     connecting = Dialer._connecting
 
-    def connect_slowly(dialing: Dialer, address: Address) -> object:
-        sockets = connecting(dialing, address)
+    def connect_slowly(dialing: Dialer, addresses: tuple[Address, ...], began_s: float) -> object:
+        sockets = connecting(dialing, addresses, began_s)
         time.sleep(0.5)
         return sockets
 

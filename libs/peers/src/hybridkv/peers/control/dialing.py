@@ -3,33 +3,36 @@
 Name resolution does not block: numeric addresses need no thread; names use a few threads. When there are too many
 outgoing connections, a new one replaces the oldest connection that is not open, or ends with TOO_MANY if all are open.
 So an address that does not answer does not block connections to other addresses.
+
+A name may have several addresses, such as one of IPv6 and one of IPv4. They are tried in the order of the system, until
+the peer answers at one of them. All together have the time limit of one connection.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import zmq
 
 from hybridkv.peers.control.handlers import Handlers, LinkId
 from hybridkv.peers.control.sockets import (
     FAILED,
+    Address,
     ControlConnection,
     ControlSettings,
+    Socket,
     endpoint,
     start_monitor,
     stop_monitor,
 )
 from hybridkv.peers.wire import CloseReason, is_loopback
 
-Address: TypeAlias = tuple[int, "tuple[str, int] | tuple[str, int, int, int]"]
-"""(family, address for `socket.connect`)"""
-
 MAX_NAMES = 4
+MAX_ADDRESSES = 4
+"""Maximum addresses of one name that are tried. So each one has enough time to repeat a lost packet."""
 EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
@@ -39,15 +42,12 @@ class Resolver:
     def __init__(self) -> None:
         self._places = threading.BoundedSemaphore(MAX_NAMES)
 
-    def parse_numeric(self, host: str, port: int) -> Address | None:
-        """The address if `host` is numeric, else None. None also for a text that cannot be a host name."""
-        try:
-            return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
-        except (OSError, ValueError):
-            return None
+    def parse_numeric(self, host: str, port: int) -> tuple[Address, ...]:
+        """The address if `host` is numeric, else none. None also for a text that cannot be a host name."""
+        return _addresses(host, port, socket.AI_NUMERICHOST)
 
-    def begin(self, host: str, port: int, then: Callable[[Address | None], None]) -> bool:
-        """Starts a lookup. Calls `then` on a new thread, with None if the lookup fails.
+    def begin(self, host: str, port: int, then: Callable[[tuple[Address, ...]], None]) -> bool:
+        """Starts a lookup. Calls `then` on a new thread, without an address if the lookup fails.
 
         Returns False and does nothing if `MAX_NAMES` lookups are running or no thread can be started.
         """
@@ -56,9 +56,7 @@ class Resolver:
 
         def resolve() -> None:
             try:
-                then(_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
-            except (OSError, ValueError):
-                then(None)
+                then(_addresses(host, port))
             finally:
                 self._places.release()
 
@@ -70,8 +68,13 @@ class Resolver:
         return True
 
 
-def _first(found: Sequence[tuple[Any, ...]]) -> Address:
-    return int(found[0][0]), found[0][4]
+def _addresses(host: str, port: int, flags: int = 0) -> tuple[Address, ...]:
+    """At most `MAX_ADDRESSES` addresses of a host, in the order of the system; none if the lookup fails."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, ValueError):
+        return ()
+    return tuple(dict.fromkeys((str(each[4][0]), port) for each in found))[:MAX_ADDRESSES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,42 +142,81 @@ class Dialer:
         return oldest is not None
 
     def _resolve(self, link: LinkId, target: DialTarget) -> None:
-        address = self._resolver.parse_numeric(target.host, target.port)
-        if address is not None:
-            self._dial(link, address)
+        addresses = self._resolver.parse_numeric(target.host, target.port)
+        if addresses:
+            self._dial(link, addresses)
             return
 
-        def resolved(found: Address | None) -> None:
+        def resolved(found: tuple[Address, ...]) -> None:
             self._post(lambda: self._dial(link, found))
 
         if not self._resolver.begin(target.host, target.port, resolved):
-            self._dial(link, None)
+            self._dial(link, ())
 
-    def _dial(self, link: LinkId, address: Address | None) -> None:
+    def _dial(self, link: LinkId, addresses: tuple[Address, ...]) -> None:
         if link not in self._waiting:
             return
         target, began_s = self._waiting.pop(link)
-        sockets = self._connecting(address) if address is not None else None
-        if sockets is None or address is None:
-            self._end(link, target.handlers, CloseReason.UNREACHABLE)
-            return
-        connection = ControlConnection(
-            link, target.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=target.expected_peer
+        is_dialing = self._dial_first(
+            addresses,
+            began_s,
+            lambda sock, monitor, others: ControlConnection(
+                link,
+                target.handlers,
+                sock,
+                began_s,
+                monitor=monitor,
+                expected_peer=target.expected_peer,
+                other_addresses=others,
+            ),
         )
-        self._on_connecting(connection)
+        if not is_dialing:
+            self._end(link, target.handlers, CloseReason.UNREACHABLE)
 
-    def _connecting(self, address: Address) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None:
-        """A connecting socket and its monitor; None if the system refuses at once."""
-        made: list[zmq.Socket[bytes]] = []
+    def dial_next(self, failed: ControlConnection) -> bool:
+        """Replaces a connection that failed before the peer's Hello by one to the next address. Its sockets are closed.
+
+        Returns False if no other address is left. Link and time limit stay the same.
+        """
+        return self._dial_first(
+            failed.other_addresses,
+            failed.began_s,
+            lambda sock, monitor, others: replace(failed, socket=sock, monitor=monitor, other_addresses=others),
+        )
+
+    def _dial_first(
+        self,
+        addresses: tuple[Address, ...],
+        began_s: float,
+        connection: Callable[[Socket, Socket, tuple[Address, ...]], ControlConnection],
+    ) -> bool:
+        """Connects to the first of these addresses that the system does not refuse at once. False if there is none.
+
+        `connection` makes the connection from its socket, its monitor and the addresses that are left.
+        """
+        for number in range(len(addresses)):
+            sockets = self._connecting(addresses[number:], began_s)
+            if sockets is not None:
+                self._on_connecting(connection(*sockets, addresses[number + 1 :]))
+                return True
+        return False
+
+    def _connecting(self, addresses: tuple[Address, ...], began_s: float) -> tuple[Socket, Socket] | None:
+        """A socket that connects to the first address, and its monitor; None if the system refuses at once.
+
+        The addresses share the time that is left since `began_s`.
+        """
+        made: list[Socket] = []
+        left_s = began_s + self._limits.handshake_timeout_s - self._clock()
         try:
-            sock = self._settings.socket(zmq.DEALER, ":" in address[1][0])
+            sock = self._settings.socket(zmq.DEALER, ":" in addresses[0][0])
             made.append(sock)
             self._settings.keys.as_client(sock)
             sock.reconnect_ivl = -1
-            sock.connect_timeout = int(self._limits.handshake_timeout_s * 1000)
+            sock.connect_timeout = sock.handshake_ivl = max(1, int(left_s * 1000 / len(addresses)))
             monitor = start_monitor(self._settings.context, sock, EVENTS)
             made.append(monitor)
-            sock.connect(endpoint(address[1]))
+            sock.connect(endpoint(addresses[0]))
         except zmq.ZMQError:
             if len(made) == 2:
                 stop_monitor(*made)

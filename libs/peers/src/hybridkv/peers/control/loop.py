@@ -193,7 +193,7 @@ class ControlLoop:
             if connection.socket in found:
                 self._disconnected.append(connection)
             else:
-                self._close(connection, CloseReason.RESET)
+                self._fail(connection, CloseReason.RESET)
 
     def _safely(self, action: Callable[[], None]) -> None:
         """Runs `action` and logs an exception, so that a bug in one connection does not stop the others."""
@@ -257,12 +257,12 @@ class ControlLoop:
     def _process_events_of(self, connection: ControlConnection) -> None:
         assert connection.monitor is not None
         for event, value in events_of(connection.monitor):
-            if connection.link not in self._connections:
+            if not self._is_current(connection):
                 return
             if event == zmq.EVENT_CLOSED:
-                self._close(connection, CloseReason.UNREACHABLE)
+                self._fail(connection, CloseReason.UNREACHABLE)
             elif event & FAILED:
-                self._close(connection, close_reason_of(event, value, CloseReason.HUNG_UP))
+                self._fail(connection, close_reason_of(event, value, CloseReason.HUNG_UP))
             else:
                 self._disconnected.append(connection)
 
@@ -282,7 +282,7 @@ class ControlLoop:
 
     def _receive_outgoing(self, connection: ControlConnection) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
-            if connection.link not in self._connections:
+            if not self._is_current(connection):
                 return
             try:
                 frames = connection.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -396,9 +396,33 @@ class ControlLoop:
         else:
             self._dialer.cancel(link, reason)
 
+    def _is_current(self, connection: ControlConnection) -> bool:
+        """False if a connection is closed, or if a connection to another address of the same name has replaced it."""
+        return self._connections.get(connection.link) is connection
+
+    def _fail(self, connection: ControlConnection, reason: CloseReason) -> None:
+        """Handles a connection that the network or the peer ended without a message. If this side connects and has no
+        Hello of the peer, tries the next address of the peer's name."""
+        if connection.monitor is None or connection.is_open or not self._is_current(connection):
+            self._close(connection, reason)
+            return
+        self._close_sockets(connection, connection.monitor, 0.0)
+        if reason is not CloseReason.UNREACHABLE:
+            connection.failure = reason
+        if not self._dialer.dial_next(connection):
+            self._end(connection.link, connection.handlers, connection.failure)
+
+    def _close_sockets(self, connection: ControlConnection, monitor: Socket, linger_s: float) -> None:
+        """Closes the sockets of an outgoing connection. Queued messages are sent for at most `linger_s`."""
+        for source in (connection.socket, monitor):
+            del self._calls[source]
+            self._poller.unregister(source)
+        stop_monitor(connection.socket, monitor)
+        connection.socket.close(int(linger_s * 1000))
+
     def _close(self, connection: ControlConnection, reason: CloseReason, detail: str = "") -> None:
         """Closes a connection. Does nothing for a closed connection."""
-        if connection.link not in self._connections:
+        if not self._is_current(connection):
             return
         logger.debug("control connection closed: %s %s", reason, detail)
         bye_sent = reason in _SENT_REASONS and connection.is_open
@@ -409,11 +433,7 @@ class ControlLoop:
                 connection, bye_sent
             )
         else:
-            for source in (connection.socket, connection.monitor):
-                del self._calls[source]
-                self._poller.unregister(source)
-            stop_monitor(connection.socket, connection.monitor)
-            connection.socket.close(int(BYE_S * 1000) if bye_sent else 0)
+            self._close_sockets(connection, connection.monitor, BYE_S if bye_sent else 0.0)
         self._end(connection.link, connection.handlers, reason)
 
     def _end(self, link: LinkId, handlers: Handlers, reason: CloseReason) -> None:

@@ -71,8 +71,12 @@ class ControlConnection:
     address: Address = ("", 0)
     """Address of the peer. Set, like `fd`, only for an accepted connection."""
     monitor: Socket | None = None
-    """Set, like `expected_peer`, only for an outgoing connection."""
+    """Set, like the next three, only for an outgoing connection."""
     expected_peer: str | None = None
+    other_addresses: tuple[Address, ...] = ()
+    """Addresses of the same name that are tried if this connection fails before the peer's Hello."""
+    failure: CloseReason = CloseReason.UNREACHABLE
+    """Failure at the last address that was not UNREACHABLE. Reported if the connection fails at all addresses."""
     is_open: bool = False
 
     def send(self, body: bytes) -> CloseReason | None:
