@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -126,17 +127,22 @@ def test_an_exception_of_the_poller_does_not_end_the_loop(make_loop: MakeLoop, m
 
 
 def test_a_name_is_resolved_again_once_threads_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver, found = Resolver(), threading.Event()
+    ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    found: list[tuple[str, ...]] = []
+    resolver = Resolver(ended.put)
 
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
-        for _ in range(2 * MAX_NAMES):
-            assert not resolver.begin("localhost", 1, lambda address: found.set())
-    assert resolver.begin("localhost", 1, lambda address: found.set())
-    assert found.wait(TIMEOUT_S)
+        for number in range(2 * MAX_NAMES):
+            assert resolver.begin(f"name{number}", found.append)
+            ended.get_nowait()()
+    assert found == [()] * (2 * MAX_NAMES)
+    assert resolver.begin("localhost", found.append)
+    ended.get(timeout=TIMEOUT_S)()
+    assert found[-1]
 
 
 def test_a_handler_may_reply(make_loop: MakeLoop) -> None:

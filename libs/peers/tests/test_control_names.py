@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import patience
 import pytest
 from control_pair import TIMEOUT_S, Recorder
 
 from hybridkv.peers.control import ControlLoop
-from hybridkv.peers.control.dialing import MAX_ADDRESSES
+from hybridkv.peers.control.dialing import MAX_ADDRESSES, MAX_NAMES
 from hybridkv.peers.wire import CloseReason, Secret, WireLimits
+from kits.peers.suite import until
 
 SECRET = Secret(b"a secret that both sides know")
 KEPT = WireLimits(handshake_timeout_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S / 3, silence_timeout_s=TIMEOUT_S)
@@ -138,3 +142,100 @@ def test_a_name_has_a_limit_of_addresses(make_loop: MakeLoop, set_names: SetName
     _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
     make_loop("consumer").connect("name.example", port, "producer", heard.handlers)
     assert heard.until_closed() is CloseReason.UNREACHABLE
+
+
+class SlowNames:
+    """Lookups that end when `answer` is set."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+        self.begun: Counter[str] = Counter()
+        self.most_at_once = 0
+        self._now = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, host: str) -> Sequence[str]:
+        with self._lock:
+            self.begun[host] += 1
+            self._now += 1
+            self.most_at_once = max(self.most_at_once, self._now)
+        self.answer.wait(TIMEOUT_S)
+        with self._lock:
+            self._now -= 1
+        return ["127.0.0.1"]
+
+
+@pytest.fixture
+def slow_names(set_names: SetNames) -> Iterator[SlowNames]:
+    names = SlowNames()
+    set_names(names)
+    yield names
+    names.answer.set()
+
+
+def test_more_names_than_lookups_wait_for_their_turn(make_loop: MakeLoop, slow_names: SlowNames) -> None:
+    there, here = Recorder(), [Recorder() for _ in range(3 * MAX_NAMES)]
+    consumer = make_loop("consumer")
+    _, port = make_loop("producer").listen("127.0.0.1", 0, there.handlers)
+    for number, heard in enumerate(here):
+        consumer.connect(f"name{number}.example", port, "producer", heard.handlers)
+    until(lambda: len(consumer._dialer) == len(here) and len(slow_names.begun) == MAX_NAMES, TIMEOUT_S)
+    slow_names.answer.set()
+    for heard in here:
+        require_open(heard)
+    assert slow_names.most_at_once == MAX_NAMES
+
+
+def test_connections_to_one_name_share_a_lookup(make_loop: MakeLoop, slow_names: SlowNames) -> None:
+    """The ranks of one producer have one name."""
+    there, here = Recorder(), [Recorder() for _ in range(2 * MAX_NAMES)]
+    consumer = make_loop("consumer")
+    _, port = make_loop("producer").listen("127.0.0.1", 0, there.handlers)
+    for heard in here:
+        consumer.connect("name.example", port, "producer", heard.handlers)
+    until(lambda: len(consumer._dialer) == len(here), TIMEOUT_S)
+    slow_names.answer.set()
+    for heard in here:
+        require_open(heard)
+    assert slow_names.begun == {"name.example": 1}
+
+
+def test_a_name_that_does_not_resolve_keeps_no_other_name_out(make_loop: MakeLoop, set_names: SetNames) -> None:
+    names = SlowNames()
+    set_names(lambda host: names(host) if host == "dead.example" else ["127.0.0.1"])
+    here, consumer = Recorder(), make_loop("consumer")
+    _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
+    for _ in range(2 * MAX_NAMES):
+        given_up = Recorder()
+        consumer.end(consumer.connect("dead.example", port, None, given_up.handlers), CloseReason.TOO_SLOW)
+        assert given_up.until_closed() is CloseReason.TOO_SLOW
+    consumer.connect("good.example", port, "producer", here.handlers)
+    require_open(here)
+    # A connection that begins during an old lookup uses its answer.
+    late = Recorder()
+    consumer.connect("dead.example", port, "producer", late.handlers)
+    until(lambda: len(consumer._dialer) == 1, TIMEOUT_S)
+    names.answer.set()
+    require_open(late)
+    assert names.begun == {"dead.example": 1}
+
+
+def test_a_name_that_waits_has_the_time_limit_of_a_connection(make_loop: MakeLoop, slow_names: SlowNames) -> None:
+    consumer = make_loop("consumer", WireLimits(handshake_timeout_s=0.1))
+    given_up = [Recorder() for _ in range(MAX_NAMES + 1)]
+    for number, heard in enumerate(given_up):
+        consumer.connect(f"name{number}.example", 1, None, heard.handlers)
+    assert {heard.until_closed() for heard in given_up} == {CloseReason.TOO_SLOW}
+    assert slow_names.most_at_once <= MAX_NAMES
+
+
+def test_the_connection_that_waits_longest_makes_room_for_a_new_one(make_loop: MakeLoop, slow_names: SlowNames) -> None:
+    consumer = make_loop("consumer", msgspec.structs.replace(KEPT, max_connections=2))
+    _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
+    waiting, here = [Recorder() for _ in range(2)], Recorder()
+    for number, heard in enumerate(waiting):
+        consumer.connect(f"name{number}.example", port, None, heard.handlers)
+    consumer.connect("127.0.0.1", port, "producer", here.handlers)
+    require_open(here)
+    assert waiting[0].until_closed() is CloseReason.TOO_MANY
+    assert waiting[1].closed == []

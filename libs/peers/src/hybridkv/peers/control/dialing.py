@@ -1,8 +1,9 @@
 """Outgoing connections: from a host name to a socket that is connecting.
 
-Name resolution does not block: numeric addresses need no thread; names use a few threads. When there are too many
-outgoing connections, a new one replaces the oldest connection that is not open, or ends with TOO_MANY if all are open.
-So an address that does not answer does not block connections to other addresses.
+Name resolution does not block: numeric addresses need no thread; names use a few threads. Connections to one name share
+a lookup. A name waits for a free thread, at most for the time limit of its connection. When there are too many outgoing
+connections, a new one replaces the oldest connection that is not open, or ends with TOO_MANY if all are open. So an
+address that does not answer does not block connections to other addresses.
 
 A name may have several addresses, such as one of IPv6 and one of IPv4. They are tried in the order of the system, until
 the peer answers at one of them. All together have the time limit of one connection.
@@ -10,6 +11,7 @@ the peer answers at one of them. All together have the time limit of one connect
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable
@@ -37,44 +39,59 @@ EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
 class Resolver:
-    """Resolves at most `MAX_NAMES` names at a time. A lookup by the system has no timeout and cannot be cancelled."""
+    """Looks up at most `MAX_NAMES` names at a time, and each name once at a time. Only for the loop's thread.
 
-    def __init__(self) -> None:
-        self._places = threading.BoundedSemaphore(MAX_NAMES)
+    A lookup by the system has no timeout and cannot be cancelled.
 
-    def parse_numeric(self, host: str, port: int) -> tuple[Address, ...]:
+    Args:
+        post: runs a call on the loop's thread.
+    """
+
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._post = post
+        self._running: set[str] = set()
+
+    def parse_numeric(self, host: str) -> tuple[str, ...]:
         """The address if `host` is numeric, else none. None also for a text that cannot be a host name."""
-        return _addresses(host, port, socket.AI_NUMERICHOST)
+        return _addresses(host, socket.AI_NUMERICHOST)
 
-    def begin(self, host: str, port: int, then: Callable[[tuple[Address, ...]], None]) -> bool:
-        """Starts a lookup. Calls `then` on a new thread, without an address if the lookup fails.
+    def begin(self, host: str, then: Callable[[tuple[str, ...]], None]) -> bool:
+        """Starts a lookup, unless one of this name is running. Returns False if `MAX_NAMES` others are running.
 
-        Returns False and does nothing if `MAX_NAMES` lookups are running or no thread can be started.
+        At the end of the lookup, `then` runs on the loop's thread, without an address if the lookup has failed or no
+        thread can be started. If a lookup was running already, only the `then` of that one runs.
         """
-        if not self._places.acquire(blocking=False):
+        if host in self._running:
+            return True
+        if len(self._running) >= MAX_NAMES:
             return False
+        self._running.add(host)
 
         def resolve() -> None:
+            found: tuple[str, ...] = ()
             try:
-                then(_addresses(host, port))
+                found = _addresses(host)
             finally:
-                self._places.release()
+                self._post(lambda: self._end(host, found, then))
 
         try:
             threading.Thread(target=resolve, name="hybridkv-peer-name", daemon=True).start()
         except (RuntimeError, MemoryError):  # no thread available now; a later call may succeed
-            self._places.release()
-            return False
+            self._post(lambda: self._end(host, (), then))
         return True
 
+    def _end(self, host: str, found: tuple[str, ...], then: Callable[[tuple[str, ...]], None]) -> None:
+        self._running.discard(host)
+        then(found)
 
-def _addresses(host: str, port: int, flags: int = 0) -> tuple[Address, ...]:
+
+def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
     """At most `MAX_ADDRESSES` addresses of a host, in the order of the system; none if the lookup fails."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, ValueError):
         return ()
-    return tuple(dict.fromkeys((str(each[4][0]), port) for each in found))[:MAX_ADDRESSES]
+    return tuple(dict.fromkeys(str(each[4][0]) for each in found))[:MAX_ADDRESSES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +113,7 @@ class Dialer:
         on_connecting: called with each new connection.
         make_room: closes a connection to make room for a newer connection.
         end: called with the reason when no connection is made.
-        post: runs a call on the loop's thread.
+        post: as for `Resolver`.
     """
 
     def __init__(
@@ -114,9 +131,8 @@ class Dialer:
         self._on_connecting = on_connecting
         self._make_room = make_room
         self._end = end
-        self._post = post
         self._clock = settings.clock
-        self._resolver = Resolver()
+        self._resolver = Resolver(post)
         self._waiting: dict[LinkId, tuple[DialTarget, float]] = {}
 
     def __len__(self) -> int:
@@ -137,26 +153,38 @@ class Dialer:
         if len(outgoing) + len(self._waiting) < self._limits.max_connections:
             return True
         oldest = next((each for each in outgoing if not each.is_open), None)
-        if oldest is not None:
+        waiting = next(iter(self._waiting), None)
+        if oldest is not None and (waiting is None or oldest.began_s <= self._waiting[waiting][1]):
             self._make_room(oldest)
-        return oldest is not None
+        elif waiting is not None:
+            self.cancel(waiting, CloseReason.TOO_MANY)
+        return oldest is not None or waiting is not None
 
     def _resolve(self, link: LinkId, target: DialTarget) -> None:
-        addresses = self._resolver.parse_numeric(target.host, target.port)
+        addresses = self._resolver.parse_numeric(target.host)
         if addresses:
             self._dial(link, addresses)
-            return
+        else:
+            self._start_lookups()
 
-        def resolved(found: tuple[Address, ...]) -> None:
-            self._post(lambda: self._dial(link, found))
+    def _start_lookups(self) -> None:
+        """Starts lookups of waiting names while there is room, longest waiting first."""
+        for target, _ in list(self._waiting.values()):
+            if not self._resolver.begin(target.host, functools.partial(self._on_resolved, target.host)):
+                return
 
-        if not self._resolver.begin(target.host, target.port, resolved):
-            self._dial(link, ())
+    def _on_resolved(self, host: str, found: tuple[str, ...]) -> None:
+        """Dials all connections that wait for this name."""
+        for link, (target, _) in list(self._waiting.items()):
+            if target.host == host:
+                self._dial(link, found)
+        self._start_lookups()
 
-    def _dial(self, link: LinkId, addresses: tuple[Address, ...]) -> None:
+    def _dial(self, link: LinkId, hosts: tuple[str, ...]) -> None:
         if link not in self._waiting:
             return
         target, began_s = self._waiting.pop(link)
+        addresses = tuple((host, target.port) for host in hosts)
         is_dialing = self._dial_first(
             addresses,
             began_s,
