@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import socket
 import threading
 import time
@@ -108,8 +109,11 @@ class ControlLoop:
 
     # For any thread.
 
-    def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
+    def listen(self, host: str, port: int, handlers: Handlers, idle_s: float = math.inf) -> tuple[str, int]:
         """Accepts peers. Returns the bound address; port 0 takes any free port.
+
+        If `max_connections` is reached, a new connection replaces the accepted one that has sent no message for the
+        longest time, and for at least `idle_s` seconds. If there is none, the new connection is refused with TOO_MANY.
 
         Raises `OSError` if the address cannot be bound, `PeersConfigurationError` if there is no secret and
         `is_loopback(host)` is false, and `PeersProtocolError` after `close`.
@@ -118,7 +122,7 @@ class ControlLoop:
         self._require_running("listen")
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
         listener = Listener(
-            self._settings, (str(address[0]), int(address[1])), handlers, self._count, self._disconnected.append
+            self._settings, (str(address[0]), int(address[1])), handlers, self._count, self._disconnected.append, idle_s
         )
         self._commands.post(lambda: self._add_listener(listener))
         return listener.address
@@ -294,7 +298,7 @@ class ControlLoop:
         """Handles the first message of an accepted connection. Only a valid Hello opens the connection."""
         try:
             hello = self._check_hello(self._decode(frames), None)
-            if len(self._connections) - len(self._outgoing()) >= self._limits.max_connections:
+            if not self._has_room():
                 raise WireError(CloseReason.TOO_MANY, "max_connections reached")
         except WireError as error:
             self._count(error.reason)
@@ -302,16 +306,35 @@ class ControlLoop:
                 self._send_bye(listener.socket, route, error.reason)
             return
         listener.process_events()
-        fd = int(frames[-1].get(zmq.SRCFD))
+        fd, now_s = int(frames[-1].get(zmq.SRCFD)), self._clock()
         connection = ControlConnection(
-            LinkId(next(self._links)), listener.handlers, listener.socket, self._clock(), route, fd
+            LinkId(next(self._links)),
+            listener.handlers,
+            listener.socket,
+            now_s,
+            route,
+            fd,
+            idle_s=listener.idle_s,
+            last_message_s=now_s,
         )
         listener.add(connection)
         self._connections[connection.link] = connection
         if self._send(connection, self._hello):
             self._run_for(connection, lambda: self._opened(connection, hello.name))
 
+    def _has_room(self) -> bool:
+        """True if one more connection may be accepted. Ends the one that is idle longest if there are too many."""
+        accepted = [each for each in self._connections.values() if each.monitor is None]
+        if len(accepted) < self._limits.max_connections:
+            return True
+        now_s = self._clock()
+        idle = [each for each in accepted if now_s - each.last_message_s >= each.idle_s]
+        if idle:
+            self._close(min(idle, key=lambda each: each.last_message_s), CloseReason.TOO_MANY, "idle")
+        return bool(idle)
+
     def _handle(self, connection: ControlConnection, frames: list[zmq.Frame]) -> None:
+        connection.last_message_s = self._clock()
         self._run_for(connection, lambda: self._dispatch(connection, self._decode(frames)))
 
     def _run_for(self, connection: ControlConnection, action: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -69,7 +70,11 @@ class ControlConnection:
     route: bytes | None = None
     fd: int = -1
     address: Address = ("", 0)
-    """Address of the peer. Set, like `fd`, only for an accepted connection."""
+    """Address of the peer. Set, like `fd` and the next two, only for an accepted connection."""
+    idle_s: float = math.inf
+    """Time without a message of the peer after which the connection may be ended to make room."""
+    last_message_s: float = 0.0
+    """Time of the last message of the peer."""
     monitor: Socket | None = None
     """Set, like the next three, only for an outgoing connection."""
     expected_peer: str | None = None
