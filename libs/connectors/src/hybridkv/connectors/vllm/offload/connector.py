@@ -110,6 +110,12 @@ class HybridOffloadConnector(StoreConnector):
             self._scheduler.enable_kv_events(compat.event_groups(self._kv_cache_config))
         return self._scheduler
 
+    def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
+        """Plans the prefill stops of a request that a parent connector does not look up here. The engine holds
+        `computed_tokens`. Does nothing until the store is open."""
+        if isinstance(self._scheduler, OffloadScheduler):
+            self._scheduler.plan_without_lookup(request, computed_tokens)
+
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # Checked again, since features may have been switched off in this process after the connector was built.
         is_excepted = self._config.without_prefix_caching

@@ -344,6 +344,12 @@ class LoadPlanner:
         tracked.measured = (answer, computed, loss)
         return loss
 
+    def loss_without_lookup(self, tracked: TrackedRequest) -> Loss:
+        """Tokens that the FULL groups hold beyond the engine's own, for a request with keys that loads nothing."""
+        lookup, computed = TierLookup(tracked.keys(), self._stack), tracked.computed_tokens
+        limit = max(tracked.request.num_tokens, computed)
+        return measure_loss(self._layout.spec, limit, computed, computed, lookup, lookup)
+
     def _limit(self, tracked: TrackedRequest) -> int:
         return max(life.limit_tokens(tracked.stage, tracked.request.num_tokens), tracked.computed_tokens)
 
