@@ -106,6 +106,8 @@ class HybridOffloadConnector(StoreConnector):
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
         self._scheduler = self._scheduler_builder.build(waiting.facts)
+        if self._child_place.admission is not None:
+            self._scheduler.leave_admission_to_parent()
         if compat.publishes_kv_events(self._vllm_config):
             self._scheduler.enable_kv_events(compat.event_groups(self._kv_cache_config))
         return self._scheduler

@@ -108,6 +108,11 @@ class OffloadScheduler:
         if self._events is not None:
             self._events.bind_block_pool(pool)
 
+    def leave_admission_to_parent(self) -> None:
+        """Offers hits without a wait for room. A parent connector admits the loads of all its children. This connector
+        still counts the blocks of its loads in the shared admission."""
+        self._loads.admits_loads = False
+
     def set_keep_share(self, keep_share: float) -> None:
         """Sets the share of each tier that prefixes with a keep hint may use."""
         self._keeper.keep_share = keep_share
