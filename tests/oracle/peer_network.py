@@ -167,7 +167,7 @@ class SimulatedControl:
         self.name = name
         self.codec = MessageCodec(limits)
 
-    def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
+    def listen(self, host: str, port: int, handlers: Handlers, idle_s: float) -> tuple[str, int]:
         return host, self.network.bind(host, port, self, handlers)
 
     def connect(self, host: str, port: int, expected_peer: str | None, handlers: Handlers) -> LinkId:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import patience
@@ -161,3 +163,39 @@ def test_chunks_stored_after_a_reset_are_found_by_the_same_engine_only(tmp_path:
         assert life.restored(lora, 1) > 100, "the next engine shares again"
     with open_engine(tmp_path) as life:
         assert life.restored(lora, 1) > 100 or (lora is not None and life.restored(lora, 1) > 100)
+
+
+def test_a_wait_behind_a_failed_load_of_another_adapter_is_bounded(tmp_path: Path) -> None:
+    """vLLM cannot schedule the request with the failed load while another adapter has the only slot."""
+    tuned, other = train(tmp_path, 1), LoRARequest("other", 2, str(tmp_path / "other"))
+    shutil.copytree(tuned.lora_path, other.lora_path)
+    plain, step_s, most_steps = list(range(30, 190)), 10.0, 40
+    with open_engine(tmp_path) as life:
+        engine = life.engine
+        engine.scheduler.lora_config = SimpleNamespace(max_loras=1)
+        assert [life.restored(tuned, 1) > 100 for _ in range(3)] == [False, False, True]
+        engine.submit("stored", plain, 2)
+        engine.drain()
+        engine.reset_prefix_cache()
+        arena = engine.worker_connector._worker._arena  # type: ignore[union-attr]
+        engine.submit("failed", PROMPT, 2, tuned, 1)
+        for slot in arena._seals:
+            arena._buffer[slot] ^= 1
+        while engine.scheduler.requests["failed"].status.name != "WAITING_FOR_REMOTE_KVS":
+            engine.step()
+        engine.submit("running", list(range(500, 540)), 4 * most_steps, other, 2)
+        while not engine.failed_loads or not engine.outputs("running"):
+            engine.step()
+        for slot in arena._seals:
+            arena._buffer[slot] ^= 1
+        planner, passed_s = engine.scheduler_connector._scheduler._loads, 0.0  # type: ignore[union-attr]
+        real = planner._clock
+        planner._clock = lambda: real() + passed_s
+        engine.submit("plain", plain, 2)
+        for _ in range(most_steps):
+            passed_s += step_s
+            engine.step()
+        assert len(engine.outputs("running")) < 4 * most_steps
+        assert engine.outputs("plain") and not engine.outputs("failed")
+        engine.drain()
+        engine.check_idle()

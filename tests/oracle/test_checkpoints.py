@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,12 @@ class PromptRunner:
         )
         self.num_lookups = 0
 
-    def ask(self, tokens: list[int], num_outputs: int = 2, *, keep_cache: bool = False) -> int:
+    def ask(self, tokens: list[int], num_outputs: int = 2, *, keep_cache: bool = False, **request: Any) -> int:
         """Tokens restored for a request; the engine's own cache is empty unless `keep_cache`."""
         if not keep_cache:
             self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
-        self.engine.submit(f"request-{self.num_lookups}", tokens, num_outputs)
+        self.engine.submit(f"request-{self.num_lookups}", tokens, num_outputs, **request)
         self.num_lookups += 1
         self.engine.drain()
         self.engine.check_idle()
@@ -98,6 +99,49 @@ def test_a_repeated_prompt_hits_where_chunks_are_longer_than_blocks(num_tokens: 
     engine, chunk = PromptRunner(offload(blocks * UNIT)), blocks * UNIT
     again = [engine.ask(prompt(num_tokens, 1)) for _ in range(3)]
     assert again == [0, *[(num_tokens - 1) // chunk * chunk] * 2]
+
+
+@pytest.mark.parametrize(
+    "request_keys",
+    [{"transfer_params": {"hybridkv_hints": {"load": False}}}, {"skips_prefix_cache": True}],
+    ids=["hint", "scored"],
+)
+@pytest.mark.parametrize("make", [offload, two], ids=["alone", "below_multi"])
+def test_a_request_that_must_not_load_stops_for_others(make: Any, request_keys: dict[str, Any]) -> None:
+    runner, stem = PromptRunner(make(UNIT)), prompt(4 * UNIT, 0)
+    assert [runner.ask(prompt(8 * UNIT + 3, seed, stem), **request_keys) for seed in (1, 2)] == [0, 0]
+    assert runner.ask(prompt(8 * UNIT + 3, 3, stem)) == 4 * UNIT
+
+
+@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "below_multi"])
+def test_a_producer_stops_where_its_prompts_diverge(is_child: bool, tmp_path: Path) -> None:
+    consumer, stem = stacked(QWEN3_NEXT, tmp_path), prompt(4 * UNIT, 0)
+    producer = replace(consumer, role="kv_producer")
+    if is_child:
+        keys = {"kv_connector": CONNECTOR, "kv_connector_extra_config": consumer.extra_config}
+        only_loads = {**keys, "kv_connector_extra_config": offload().extra_config, "kv_role": "kv_consumer"}
+        producer = Connector(MULTI_CONNECTOR, {"connectors": [{**keys, "kv_role": "kv_producer"}, only_loads]})
+    runner = PromptRunner(producer)
+    with runner.engine:
+        for seed in (1, 2):
+            runner.ask(prompt(8 * UNIT + 3, seed, stem))
+    runner = PromptRunner(replace(consumer, role="kv_consumer"))
+    with runner.engine:
+        assert runner.ask(prompt(8 * UNIT + 3, 3, stem)) == 4 * UNIT
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+def test_a_stop_of_a_preempted_request_is_planned_again(role: str, counted: Counts) -> None:
+    runner, stem = PromptRunner(replace(offload(), role=role), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
+    runner.ask(prompt(9 * UNIT + 3, 1, stem))
+    runner.engine.submit("preempted", prompt(9 * UNIT + 3, 2, stem), 2)
+    runner.engine.reset_prefix_cache()
+    runner.engine.step()
+    runner.engine.preempt_all()
+    runner.engine.drain()
+    runner.engine.check_idle()
+    assert runner.engine.preemptions == 1
+    assert counters(counted, "states_stored") == {"prompt_end": 2, "stop": 1}
 
 
 def test_a_prefill_of_many_steps_stops_within_one_of_them() -> None:

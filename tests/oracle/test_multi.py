@@ -95,6 +95,26 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     return Loaded()
 
 
+@pytest.mark.parametrize("num_blocks", [40, 200])
+@pytest.mark.parametrize("has_sibling", [False, True])
+def test_a_hit_of_an_offload_child_waits_for_room(num_blocks: int, has_sibling: bool) -> None:
+    """The sibling has no hit. With few blocks, the second load must wait for the first request."""
+    prompts = list(range(100)), list(range(1000, 1100))
+    children = [offload(8), *([foreign(GPT_OSS, "async", 0, 0, 1.0)] if has_sibling else [])]
+    with OracleEngine(GPT_OSS, EngineSettings(num_blocks=num_blocks, connector=multi(*children))) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.submit(f"cold-{number}", prompt, 2)
+            engine.drain()
+        if has_sibling:
+            engine.scheduler_connector.sub_connectors[1]._store.clear()  # type: ignore[union-attr]
+        engine.reset_prefix_cache()
+        for number, prompt in enumerate(prompts):
+            engine.submit(f"warm-{number}", prompt, 2)
+        engine.drain()
+        assert engine.restored_tokens == 2 * 96
+        engine.check_idle()
+
+
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_two_offload_connectors_never_corrupt(mix: Mix, load: str, loaded: Loaded) -> None:

@@ -37,12 +37,19 @@ class FakeStore:
     stores_only: bool = False
     told: list[tuple[str, int]] = field(default_factory=list)
     asked: int = 0
+    planned: list[str] = field(default_factory=list)
+    """Requests with stops that were planned without a lookup."""
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self.asked += 1
         if isinstance(self.tokens, Exception):
             raise self.tokens
         return self.tokens, bool(self.tokens) and self.is_async
+
+    def plan_without_lookup(self, request: Any, computed_tokens: int) -> None:
+        self.planned.append(request.request_id)
+        if isinstance(self.tokens, Exception):
+            raise self.tokens
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_tokens: int) -> None:
         self.told.append((request.request_id, num_tokens))

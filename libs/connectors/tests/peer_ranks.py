@@ -37,6 +37,7 @@ from hybridkv.peers.wire import NO_SECRET, WireLimits
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 NUM_BLOCKS, MAX_LEASES, ITEM_BYTES = 24, 8, 16
+LEASE_S = 1e5
 WAIT_S = patience.seconds(12.0)
 PATIENT = ReadBounds(WAIT_S, WAIT_S, WAIT_S, WAIT_S, WAIT_S)
 _starts = itertools.count()
@@ -74,6 +75,8 @@ class Rank:
     """One rank with its memory (one region per group) and its agent."""
 
     max_links = WireLimits().max_connections
+    clock = staticmethod(time.monotonic)
+    """Clock of control connections, in seconds."""
 
     def __init__(
         self,
@@ -94,14 +97,14 @@ class Rank:
         capability = self.transport.register([Registered(each.address, each.num_bytes) for each in memory.regions])
         limits = WireLimits(max_connections=self.max_links, handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
         self.agent = Agent(
-            ControlLoop(self.name, NO_SECRET, limits),
+            ControlLoop(self.name, NO_SECRET, limits, self.clock),
             self.transport,
             memory,
             ServerOptions(
                 self._description(memory),
                 capability,
                 MAX_LEASES,
-                lease_s=1e5,
+                lease_s=LEASE_S,
                 clock=time.monotonic,
             ),
             ReadOptions(bounds, verify, time.monotonic, self.max_links),
@@ -233,7 +236,7 @@ def hand_over(
         first_blocks=kept.first_blocks,
         block_tokens=tuple(group.block_tokens for group in producer.side.groups),
         lease=lease,
-        lease_seconds=1e5,
+        lease_seconds=LEASE_S,
         prefix_tokens=num_tokens,
         prefix="prefix",
     )

@@ -34,7 +34,8 @@ class Engine:
         self.keyed = make_layout([FULL, other])
         self.primary = RamIndex(1 << 22, 4096)
         self.stack = TierStack(self.primary, [], 1, lambda: 0.0)
-        admission, metrics = LoadAdmission(self.keyed.spec, 64), ConnectorMetrics()
+        self.admission, metrics = LoadAdmission(self.keyed.spec, 64), ConnectorMetrics()
+        admission = self.admission
         self.in_flight = LoadsInFlight(self.keyed.layout, self.stack, admission, metrics)
         deadlines = Deadlines(10.0, 10.0, lambda: 0.0)
         self.planner = LoadPlanner(self.keyed.layout, self.stack, admission, deadlines, metrics, self.in_flight)
@@ -139,3 +140,13 @@ def test_a_verification_by_one_rank_does_not_cover_another() -> None:
     engine.reasons = ("timeout",)
     assert engine.num_failed(1) == 1
     assert engine.primary.used_bytes == 0
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_below_a_parent_that_admits_loads_a_hit_is_offered_at_once(is_child: bool) -> None:
+    engine = Engine(WINDOW)
+    engine.planner.admits_loads = not is_child
+    engine.admission.fail("other", NUM_TOKENS)
+    request = SimpleNamespace(request_id="r", num_tokens=NUM_TOKENS + 1, block_hashes=HASHES[: CHUNKS * 2])
+    tracked = TrackedRequest(cast(Any, request), None, RequestKeys(engine.keyed.spec, engine.keyed.keys))
+    assert engine.planner.matched_tokens(tracked, 0) == (NUM_TOKENS if is_child else None)

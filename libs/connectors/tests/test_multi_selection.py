@@ -148,6 +148,44 @@ def test_a_request_that_reads_no_cache_asks_no_child(answer: int | None) -> None
     assert bench.selector.take_stats() is None or all(bench.total(place).queries == 0 for place in (0, 1))
 
 
+def test_a_child_that_is_not_looked_up_plans_its_stops() -> None:
+    """It may store the request."""
+    bench = Bench(FakeStore(64), FakeStore(0), FakeStore(stores_only=True))
+    request, skipping = new_request(), new_request("skipping")
+    skipping.skip_reading_prefix_cache = True
+    assert bench.admit(request) == 0
+    assert [store.planned for store in bench.stores] == [[], [], ["r"]]
+    bench.end_load(request, has_failed=True)
+    assert bench.ask(request) is None, "a failed load defers one lookup"
+    bench.admit(request)
+    bench.ask(skipping)
+    assert [store.planned for store in bench.stores] == [["r", "skipping"], ["skipping"], ["r", "r", "skipping"]]
+
+
+def test_a_child_that_waits_plans_no_stops() -> None:
+    bench = Bench(FakeStore(None), FakeStore(stores_only=True))
+    assert bench.ask(new_request()) is None
+    assert bench.stores[1].planned == []
+
+
+def test_a_request_that_is_refused_room_has_stops() -> None:
+    bench = Bench(FakeStore(64))
+    waiting, other = new_request("waiting"), new_request("other")
+    assert bench.admit(waiting) == 0
+    bench.end_load(waiting, has_failed=True)
+    assert bench.ask(waiting) is None, "a failed load defers one lookup"
+    bench.selector._admission.take("other", other.num_tokens)
+    assert bench.ask(waiting) is None
+    bench.clock.now_s += MAX_GATE_S
+    assert bench.ask(waiting) == 0 and bench.stores[0].planned == ["waiting"]
+
+
+def test_a_child_that_fails_to_plan_stops_does_not_end_the_engine(said: list[str]) -> None:
+    bench = Bench(FakeStore(64), FakeStore(OSError("away"), stores_only=True))
+    assert bench.admit(new_request()) == 0
+    assert said == ["request r: no prefill stops, because a connector failed to plan them"]
+
+
 def test_after_its_timeout_a_request_does_not_wait_again() -> None:
     bench = Bench(FakeStore(None))
     request = new_request()

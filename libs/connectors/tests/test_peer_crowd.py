@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
-from peer_ranks import Engine, Rank, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
+from peer_ranks import (
+    LEASE_S,
+    Engine,
+    Rank,
+    Side,
+    failures,
+    hand_over,
+    load,
+    offer,
+    tables_of,
+    write_prompt,
+    wrong_tokens,
+)
 
 from hybridkv.connectors.vllm.nixl.agent.connections import ConnectionState, ProducerConnection
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
@@ -119,3 +132,23 @@ def test_a_read_fails_as_busy_if_all_connections_are_in_use(crowd: Crowd) -> Non
     assert failure is not None and failure.reason == "busy"
     assert [crowd.peers[crowd.name(number)] for number in range(MAX_LINKS)] == used
     assert all(peer.is_open for peer in used)
+
+
+def test_more_consumers_than_connections_are_served_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that was silent for a lease makes room for another, and connects again for its next load."""
+    monkeypatch.setattr(Rank, "max_links", MAX_LINKS)
+    passed_s = [0.0]
+    world = World()
+    with monkeypatch.context() as patched:
+        patched.setattr(Rank, "clock", lambda _: time.monotonic() + passed_s[0])
+        producer = Engine.start(Side(), lambda name: InMemoryTransport(name, world))
+    write_prompt(producer, TABLES, NUM_TOKENS)
+    consumers = [Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2 * MAX_LINKS)]
+    for turn, consumer in enumerate(consumers * 2):
+        name = f"d{turn}"
+        load(consumer, name, hand_over(producer, name, TABLES, NUM_TOKENS), TABLES)
+        assert failures(consumer, name) == [None] and wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
+        producer.ranks[0].until(lambda results, name=name: name in results.released)  # type: ignore[misc]
+        passed_s[0] += LEASE_S
+    for each in (*consumers, producer):
+        each.close()

@@ -154,8 +154,22 @@ class Producer:
             self.remote_leases.tick()
 
     @property
+    def done(self) -> list[Message]:
+        return [message for message in self.said if isinstance(message, LeaseDone)]
+
+    @property
     def num_done(self) -> int:
-        return sum(isinstance(message, LeaseDone) for message in self.said)
+        return len(self.done)
+
+
+def test_a_request_that_waits_renews_its_lease_at_once() -> None:
+    """A producer may end a connection that was silent, so it needs to know that the connection is used again."""
+    producer = Producer()
+    producer.hold("d")
+    assert producer.said == [Renew(PROMPT.lease)]
+    producer.cut()
+    producer.hold("e")
+    assert producer.said == [Renew(PROMPT.lease)]
 
 
 def test_a_lost_producer_is_connected_again_and_notified_once() -> None:
@@ -209,7 +223,7 @@ def test_a_request_with_the_id_of_an_ended_one_does_not_replace_its_lease() -> N
     producer.remote_leases.begin("r", msgspec.structs.replace(PROMPT, lease=Lease(4, 6)))
     producer.answer()
     producer.run_for(1.0)
-    assert producer.said == [LeaseDone(PROMPT.lease, True, 0, 1)] and producer.remote_leases.num_leases == 1
+    assert producer.done == [LeaseDone(PROMPT.lease, True, 0, 1)] and producer.remote_leases.num_leases == 1
 
 
 @pytest.mark.parametrize("is_same", [False, True], ids=["other lease", "same lease"])
@@ -218,7 +232,7 @@ def test_a_request_with_the_id_of_a_waiting_one_ends_its_lease(is_same: bool) ->
     producer.hold("r")
     later = PROMPT if is_same else msgspec.structs.replace(PROMPT, lease=Lease(4, 6))
     producer.remote_leases.begin("r", later)
-    assert producer.said == ([] if is_same else [LeaseDone(PROMPT.lease, False, 0, 1)])
+    assert producer.done == ([] if is_same else [LeaseDone(PROMPT.lease, False, 0, 1)])
     producer.run_for(1.0)
     assert producer.remote_leases.num_leases == 1
     producer.remote_leases.end("r", True)

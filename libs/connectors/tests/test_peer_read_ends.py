@@ -27,7 +27,15 @@ from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, Wai
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.tables import offered
-from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
+from hybridkv.peers.transport import (
+    PENDING,
+    RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
+    TransferId,
+    TransferState,
+)
 from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
@@ -81,8 +89,43 @@ def test_a_read_that_does_not_end_is_cut_off_before_it_is_reported() -> None:
     producer.close()
 
 
-def test_a_producer_detached_by_the_transport_is_connected_again() -> None:
-    """NIXL detaches a peer when it cannot end its reads. The control connection does not notice."""
+class Breaking(InMemoryTransport):
+    """Gives up the peer at its next read if `is_broken`, as NIXL does when the connection to a live peer breaks."""
+
+    is_broken = False
+
+    def poll(self, transfer: TransferId) -> TransferState:
+        if self.is_broken and transfer in self._reads and not isinstance(self._states[transfer], TransferDone):
+            self.is_broken = False
+            self._states[transfer] = TransferFailed(TransferFailureReason.GONE, "the connection broke")
+            self.detach(self._reads[transfer][0])
+        return super().poll(transfer)
+
+
+def test_a_connection_that_breaks_costs_one_load() -> None:
+    """The control connection stays open, because the producer is alive."""
+    world = World()
+    producer = Engine.start(Side(), lambda name: InMemoryTransport(name, world))
+    consumer = Engine.start(Side(), lambda name: Breaking(name, world))
+    transport = consumer.ranks[0].transport
+    assert isinstance(transport, Breaking)
+    write_prompt(producer, HERE, NUM_TOKENS)
+    reasons = []
+    for number in range(4):
+        transport.is_broken = number == 1
+        load(consumer, f"c{number}", hand_over(producer, f"p{number}", HERE, NUM_TOKENS), HERE)
+        (failure,) = failures(consumer, f"c{number}")
+        reasons.append(failure and failure.reason)
+        # The lease of a failed load ends too, over a connection of the consumer.
+        producer.ranks[0].until(lambda results, name=f"p{number}": name in results.released)  # type: ignore[misc]
+    assert reasons == [None, "gone", None, None]
+    assert wrong_tokens(consumer, HERE, NUM_TOKENS) == []
+    consumer.close()
+    producer.close()
+
+
+def test_a_producer_given_up_by_the_transport_is_connected_again_before_a_load() -> None:
+    """NIXL gives up a peer when it cannot end its reads. The control connection does not notice."""
     world = World()
     producer, consumer = (Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2))
     write_prompt(producer, HERE, NUM_TOKENS)
@@ -92,14 +135,8 @@ def test_a_producer_detached_by_the_transport_is_connected_again() -> None:
     (peer,) = consumer.ranks[0].agent._connections._by_address.values()
     assert peer.remote is not None
     consumer.ranks[0].transport.detach(peer.remote)
-    prompt = hand_over(producer, "p", HERE, NUM_TOKENS)
-    # Another request still needs the blocks, so that the first does not end their lease.
-    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt)]))
-    load(consumer, "d", prompt, HERE)
-    (failure,) = failures(consumer, "d")
-    assert failure is not None and failure.reason == "transport"
-    load(consumer, "e", prompt, HERE)
-    assert failures(consumer, "e") == [None]
+    load(consumer, "d", hand_over(producer, "p", HERE, NUM_TOKENS), HERE)
+    assert failures(consumer, "d") == [None]
     assert wrong_tokens(consumer, HERE, NUM_TOKENS) == []
     consumer.close()
     producer.close()

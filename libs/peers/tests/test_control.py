@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.control.dialing import MAX_NAMES, Address, Dialer, Resolver
+from hybridkv.peers.control.dialing import MAX_NAMES, Dialer, Resolver
+from hybridkv.peers.control.sockets import Address
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
@@ -125,17 +127,22 @@ def test_an_exception_of_the_poller_does_not_end_the_loop(make_loop: MakeLoop, m
 
 
 def test_a_name_is_resolved_again_once_threads_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver, found = Resolver(), threading.Event()
+    ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    found: list[tuple[str, ...]] = []
+    resolver = Resolver(ended.put)
 
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
-        for _ in range(2 * MAX_NAMES):
-            assert not resolver.begin("localhost", 1, lambda address: found.set())
-    assert resolver.begin("localhost", 1, lambda address: found.set())
-    assert found.wait(TIMEOUT_S)
+        for number in range(2 * MAX_NAMES):
+            assert resolver.begin(f"name{number}", found.append)
+            ended.get_nowait()()
+    assert found == [()] * (2 * MAX_NAMES)
+    assert resolver.begin("localhost", found.append)
+    ended.get(timeout=TIMEOUT_S)()
+    assert found[-1]
 
 
 def test_a_handler_may_reply(make_loop: MakeLoop) -> None:
@@ -176,8 +183,8 @@ def test_a_connection_that_fails_before_hello_has_the_right_reason(
     """On a busy machine the handshake may fail before this side sends Hello."""
     connecting = Dialer._connecting
 
-    def connect_slowly(dialing: Dialer, address: Address) -> object:
-        sockets = connecting(dialing, address)
+    def connect_slowly(dialing: Dialer, addresses: tuple[Address, ...], began_s: float) -> object:
+        sockets = connecting(dialing, addresses, began_s)
         time.sleep(0.5)
         return sockets
 
@@ -443,6 +450,54 @@ def test_more_connections_than_allowed_are_refused(make_loop: MakeLoop, make_rog
     assert third.hear() == Bye(CloseReason.TOO_MANY.value)
     wait_counted(listening, CloseReason.TOO_MANY)
     assert heard.closed == []
+
+
+def test_the_connection_that_is_silent_longest_makes_room_for_a_new_one(make_loop: MakeLoop) -> None:
+    limits = msgspec.structs.replace(KEPT, max_connections=2)
+    listening, heard_there = make_loop("producer", limits=limits), Recorder()
+    address = listening.listen("127.0.0.1", 0, heard_there.handlers, idle_s=0.0)
+    loops = [make_loop(f"consumer{number}") for number in range(4)]
+    here = [Recorder() for _ in loops]
+
+    def connect(number: int) -> LinkId:
+        loops[number].connect(*address, "producer", here[number].handlers)
+        here[number].until(lambda: bool(here[number].opened or here[number].closed))
+        assert here[number].closed == []
+        return here[number].opened[0][0]
+
+    links = [connect(0), connect(1)]
+    assert loops[0].send(links[0], Renew(Lease(1, 1)))
+    heard_there.until(lambda: heard_there.received == [Renew(Lease(1, 1))])
+    connect(2)
+    assert here[1].until_closed() is CloseReason.ENDED
+    connect(3)
+    assert here[0].until_closed() is CloseReason.ENDED
+    assert [name for _, name in heard_there.opened] == ["consumer0", "consumer1", "consumer2", "consumer3"]
+    heard_there.until(lambda: len(heard_there.closed) == 2)
+    assert {reason for _, reason in heard_there.closed} == {CloseReason.TOO_MANY}
+    assert here[2].closed == here[3].closed == []
+
+
+def test_a_connection_that_is_not_idle_makes_no_room(make_loop: MakeLoop) -> None:
+    now_s = [0.0]
+    limits = msgspec.structs.replace(KEPT, max_connections=1)
+    listening, heard_there, first, second = (
+        ControlLoop("producer", SECRET, limits, lambda: now_s[0]),
+        *(Recorder() for _ in range(3)),
+    )
+    try:
+        address = listening.listen("127.0.0.1", 0, heard_there.handlers, idle_s=10.0)
+        make_loop("first").connect(*address, "producer", first.handlers)
+        first.until_open()
+        now_s[0] = 9.0
+        make_loop("second").connect(*address, "producer", second.handlers)
+        assert second.until_closed() is CloseReason.TOO_MANY
+        now_s[0] = 10.0
+        make_loop("third").connect(*address, "producer", second.handlers)
+        second.until_open()
+        assert first.until_closed() is CloseReason.ENDED
+    finally:
+        assert listening.close(TIMEOUT_S)
 
 
 def test_an_unreachable_peer_is_reported(make_loop: MakeLoop) -> None:

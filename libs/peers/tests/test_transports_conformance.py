@@ -12,7 +12,7 @@ from kits.peers.conformance import TransportConformance  # noqa: E402
 from kits.peers.conformance_processes import ProcessConformance  # noqa: E402
 from kits.peers.faults import FaultInjectingTransport, FaultPlan  # noqa: E402
 from kits.peers.in_memory import InMemoryTransport, World  # noqa: E402
-from kits.peers.suite import reason_of, whole  # noqa: E402
+from kits.peers.suite import TIMEOUT_S, reason_of, whole  # noqa: E402
 
 
 class TestInMemory(TransportConformance):
@@ -36,25 +36,58 @@ class TestNixl(TransportConformance):
         return factories.nixl(max_transfers)
 
     @pytest.mark.parametrize("call", ["transfer", "check_xfer_state"])
-    def test_a_peer_that_nixl_has_lost_is_read_again_after_a_new_attach(
-        self, call: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("error", "reason"),
+        [
+            ("nixlRemoteDisconnectError", TransferFailureReason.GONE),
+            ("nixlBackendError", TransferFailureReason.BROKEN),
+        ],
+    )
+    def test_a_peer_with_a_broken_connection_is_read_again_after_a_new_attach(
+        self, call: str, error: str, reason: TransferFailureReason, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """NIXL never repairs the connection to a peer once it is broken, even if the peer still runs."""
+        """NIXL never repairs the connection to a peer once it is broken, even if the peer still runs.
+
+        All attachments share the connection.
+        """
         reader, owner, remote = self.pair()
-        reads = reader.transport._reads  # type: ignore[attr-defined]
-
-        def lost(handle: object) -> str:
-            raise type("nixlRemoteDisconnectError", (Exception,), {})("NIXL_ERR_REMOTE_DISCONNECT")
-
+        other = reader.attach(owner.capability)
         with monkeypatch.context() as patched:
-            patched.setattr(reads._agent, "transfer", lambda handle: "PROC")
-            patched.setattr(reads._agent, call, lost)
-            assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.GONE
-        assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.CLOSED
+            break_connection(reader.transport, call, error, patched)
+            assert reason_of(reader.finish(remote, whole(64))) is reason
+        for each in (remote, other):
+            assert not reader.transport.is_attached(each)
+            assert reason_of(reader.finish(each, whole(64))) is TransferFailureReason.CLOSED
         again = reader.attach(owner.capability)
+        assert reader.transport.is_attached(again)
         before = [each.copy() for each in reader.regions]
         assert isinstance(reader.finish(again, whole(64)), TransferDone)
         reader.check(owner.regions, whole(64), before)
+
+    def test_an_unknown_error_of_one_read_does_not_fail_another_read_of_the_peer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, _, remote = self.pair()
+        other = reader.transport.read(remote, whole(64), TIMEOUT_S)
+        with monkeypatch.context() as patched:
+            break_connection(reader.transport, "transfer", "nixlBackendError", patched)
+            failed = reader.transport.read(remote, whole(64), TIMEOUT_S)
+            assert reason_of(reader.transport.poll(failed)) is TransferFailureReason.BROKEN
+        assert isinstance(reader.ended(other), TransferDone)
+        reader.release(failed)
+        reader.release(other)
+        assert reader.transport.is_attached(remote)
+
+
+def break_connection(transport: Transport, call: str, error: str, patched: pytest.MonkeyPatch) -> None:
+    """Makes a call of NIXL raise this error."""
+    agent = transport._reads._agent  # type: ignore[attr-defined]
+
+    def broken(handle: object) -> str:
+        raise type(error, (Exception,), {})("the connection is broken")
+
+    patched.setattr(agent, "transfer", lambda handle: "PROC")
+    patched.setattr(agent, call, broken)
 
 
 class TestNixlProcesses(ProcessConformance):

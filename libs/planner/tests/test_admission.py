@@ -23,7 +23,7 @@ from hybridkv.planner import (
     gate_load,
     gate_lookup,
 )
-from hybridkv.planner.admission import NOT_WAITED
+from hybridkv.planner.admission import MAX_GATE_S, NOT_WAITED
 
 SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 4), GroupSpec(GroupKind.RECURRENT, 8)), 8)
 POOL_BLOCKS = 40
@@ -198,13 +198,12 @@ PASSING = Room(10, 0, 5, False, POOL_BLOCKS, 40)
         (FULL_POOL, RoomBounds(), 1e-3, 256),
         (FULL_POOL, RoomBounds(), 10.0, 6),
         (FULL_POOL, RoomBounds(polls=None), 0.25, 240),
-        (PASSING, RoomBounds(), 10.0, 10_000),
+        (PASSING, RoomBounds(), 1e-3, 10_000),
+        (PASSING, RoomBounds(), 10.0, 6),
         (PASSING, RoomBounds(polls=None, loads_end=False), 10.0, 6),
     ],
 )
-def test_a_wait_for_room_is_bounded_unless_the_turn_is_certain(
-    room: Room, bounds: RoomBounds, step_s: float, polls: int
-) -> None:
+def test_a_wait_for_room_is_bounded(room: Room, bounds: RoomBounds, step_s: float, polls: int) -> None:
     assert polls_until_refused(room, bounds, step_s) == polls
 
 
@@ -216,8 +215,27 @@ def test_a_request_with_a_failed_load_waits_for_those_that_hold_blocks(
 ) -> None:
     room = Room(10, 1, 0, has_failed, POOL_BLOCKS, 40)
     verdict, wait = gate_lookup(room, NOT_WAITED, 0.0, RoomBounds(), failed_loads)
-    assert (verdict is Verdict.WAIT) is waits and wait is NOT_WAITED
+    assert (verdict is Verdict.WAIT) is waits and wait == RoomWait(0, 0.0 if waits else None)
     assert gate_lookup(ALONE, NOT_WAITED, 0.0, RoomBounds(), failed_loads)[0] is Verdict.ADMIT
+
+
+@pytest.mark.parametrize(
+    ("free_blocks", "bounds", "verdict"),
+    [
+        (10, RoomBounds(), Verdict.REFUSE),
+        (9, RoomBounds(), Verdict.WAIT),
+        (9, RoomBounds(loads_end=False), Verdict.REFUSE),
+    ],
+)
+def test_a_request_with_a_failed_load_waits_without_limit_only_if_it_does_not_fit(
+    free_blocks: int, bounds: RoomBounds, verdict: Verdict
+) -> None:
+    """In front of the requests that hold blocks, it would keep them from being scheduled."""
+    room, wait = Room(10, 1, 10, True, POOL_BLOCKS, free_blocks), NOT_WAITED
+    for now_s in (0.0, MAX_GATE_S - 1):
+        answer, wait = gate_lookup(room, wait, now_s, bounds)
+        assert answer is Verdict.WAIT
+    assert gate_lookup(room, wait, MAX_GATE_S, bounds)[0] is verdict
 
 
 def test_each_failed_load_defers_one_lookup_unless_the_request_was_scheduled_or_has_ended() -> None:
@@ -233,5 +251,5 @@ def test_each_failed_load_defers_one_lookup_unless_the_request_was_scheduled_or_
 
 
 def test_an_unchanged_wait_is_the_same_value() -> None:
-    wait = RoomWait(3, None)
+    wait = RoomWait(3, 1.0)
     assert gate_load(PASSING, wait, 5.0, RoomBounds())[1] is wait

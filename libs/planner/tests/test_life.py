@@ -108,8 +108,15 @@ def test_a_loading_request_is_retried_later() -> None:
 
 def test_a_given_up_request_still_lets_others_pass() -> None:
     room = Room(10, 5, 0, False, 40, 40)
-    assert life.resume(GIVEN_UP, facts(room=room), BOUNDS) == (GIVEN_UP, RETRY_LATER)
-    assert life.resume(GIVEN_UP, FACTS, BOUNDS) == (GIVEN_UP, COMPUTE)
+    stage, step = life.resume(GIVEN_UP, facts(room=room), BOUNDS)
+    assert isinstance(stage, GivenUp) and step is RETRY_LATER
+    assert life.resume(stage, FACTS, BOUNDS) == (stage, COMPUTE)
+
+
+def test_a_loading_request_waits_for_its_load_beside_others() -> None:
+    """Its blocks may still be written, so it is not computed after the limit of the wait for room."""
+    room = Room(10, 5, 0, True, 40, 40)
+    assert life.resume(LOADING, facts(room=room), BOUNDS) == (LOADING, RETRY_LATER)
     assert life.answer_of(GIVEN_UP) == Miss(None, "3 loads of this request failed")
 
 

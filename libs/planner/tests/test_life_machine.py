@@ -68,7 +68,9 @@ class Reference:
     def ask(self, world: World, computed: int, loads_end: bool) -> int | None:
         room = world.room
         if room is not None and room.held_by_others and (self.failed or room.has_failed):
-            return self.end(world, self.gate(world, True, loads_end))
+            answer: int | None = self.gate(world, True, loads_end)
+            is_too_long = loads_end and room.needed_blocks > room.free_blocks
+            return self.end(world, None if is_too_long else answer)
         boundary = self.find(world, computed)
         if boundary is None:
             return None
@@ -76,7 +78,7 @@ class Reference:
             self.stores_since = self.tier_since = None
         if boundary <= computed:
             return self.end(world, 0)
-        answer: int | None = boundary - computed
+        answer = boundary - computed
         if room is not None:
             lets_pass = room.reserved_blocks > 0 and not room.has_failed
             is_full = room.held_by_others + room.needed_blocks > room.pool_blocks
@@ -93,12 +95,9 @@ class Reference:
         return answer
 
     def gate(self, world: World, is_certain: bool, loads_end: bool) -> int | None:
-        if is_certain and loads_end:
-            self.gate_since = None
-            return None if self.polls <= GATE_POLLS else 0
         if self.gate_since is None:
             self.gate_since = world.now_s
-        self.polls += 1
+        self.polls += not (is_certain and loads_end)
         return None if self.polls <= GATE_POLLS and world.now_s - self.gate_since < GATE_S else 0
 
     def find(self, world: World, computed: int) -> int | None:

@@ -160,6 +160,16 @@ class TransportConformance:
         reader.transport.detach(remote)
         assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.CLOSED
 
+    def test_a_peer_is_attached_until_it_is_detached(self) -> None:
+        reader, owner, remote = self.pair()
+        transport = reader.transport
+        assert transport.is_attached(remote)
+        assert isinstance(reader.finish(remote, whole(64)), TransferDone)
+        assert transport.is_attached(remote)
+        transport.detach(remote)
+        again = reader.attach(owner.capability)
+        assert not transport.is_attached(remote) and transport.is_attached(again)
+
     def test_a_peer_that_is_attached_twice_is_detached_one_at_a_time(self) -> None:
         """A peer reached by two addresses is attached twice; then one of the two connections ends."""
         reader, owner, first = self.pair()

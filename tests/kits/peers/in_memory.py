@@ -71,6 +71,9 @@ class InMemoryTransport:
     def detach(self, remote: RemoteId) -> None:
         self._remotes.pop(remote, None)
 
+    def is_attached(self, remote: RemoteId) -> bool:
+        return remote in self._remotes
+
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         self._require_open("read")
         number = TransferId(next(self._numbers))

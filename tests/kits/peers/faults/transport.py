@@ -57,6 +57,9 @@ class FaultInjectingTransport:
     def detach(self, remote: RemoteId) -> None:
         self._inner.detach(remote)
 
+    def is_attached(self, remote: RemoteId) -> bool:
+        return self._inner.is_attached(remote)
+
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         if not len(ranges):
             return self._inner.read(remote, ranges, timeout_s)

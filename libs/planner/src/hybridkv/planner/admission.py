@@ -71,9 +71,9 @@ class RoomBounds(msgspec.Struct, frozen=True):
 
     Args:
         polls: maximum number of counted `RetryLater` replies to a request; None: no limit.
-        seconds: longest wait, from the first counted poll.
-        loads_end: every load ends in bounded time. Then requests with blocks, and requests after a failed load, are
-            certain to be scheduled, and a wait for these requests needs no limit.
+        seconds: longest wait, from the first poll.
+        loads_end: every load ends in bounded time. Then polls of a request that waits for requests with blocks after
+            its failed load, or for requests after a failed load, are not counted.
     """
 
     polls: int | None = MAX_GATED_POLLS
@@ -112,7 +112,8 @@ def gate_lookup(
 
     After a failed load the engine puts the request before all requests that have loaded, and schedules none of them
     while the first request does not fit. If the connector replies that it needs more time, the engine schedules the
-    other requests.
+    other requests. If every load ends, a request that does not fit waits beyond the limits, so that these requests can
+    run.
 
     Args:
         room: blocks now.
@@ -122,7 +123,10 @@ def gate_lookup(
         failed_loads: number of failed loads of this request, ever.
     """
     if room.held_by_others and (room.has_failed or failed_loads):
-        return _wait(wait, now_s, bounds, is_certain=True)
+        verdict, wait = _wait(wait, now_s, bounds, counts_polls=not bounds.loads_end)
+        if verdict is _REFUSE and bounds.loads_end and room.needed_blocks > room.free_blocks:
+            return _WAIT, wait
+        return verdict, wait
     return _ADMIT, wait
 
 
@@ -130,24 +134,20 @@ def gate_load(room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds) -> t
     """Decides whether a request with a hit may get blocks now, as `admit` does, within the limits of the wait."""
     verdict = admit(room)
     if verdict is _WAIT:
-        return _wait(wait, now_s, bounds, is_certain=room.must_let_pass)
+        return _wait(wait, now_s, bounds, counts_polls=not (room.must_let_pass and bounds.loads_end))
     return verdict, wait
 
 
-def _wait(wait: RoomWait, now_s: float, bounds: RoomBounds, *, is_certain: bool) -> tuple[Verdict, RoomWait]:
-    """Counts one more poll. Refuses beyond the limits.
+def _wait(wait: RoomWait, now_s: float, bounds: RoomBounds, *, counts_polls: bool) -> tuple[Verdict, RoomWait]:
+    """Records one more poll. Refuses beyond the limits.
 
-    If the awaited requests are certain to be scheduled and every load ends, does not count the poll, and resets the
-    start of the wait.
+    Without `counts_polls`, only the time counts. The engine may keep the awaited requests from running for many steps:
+    behind other adapters, or behind requests with a higher priority.
     """
-    since_s: float | None
-    if is_certain and bounds.loads_end:
-        polls, since_s, has_time = wait.polls, None, True
-    else:
-        polls, since_s = wait.polls + 1, now_s if wait.since_s is None else wait.since_s
-        has_time = now_s - since_s < bounds.seconds
+    polls, since_s = wait.polls + counts_polls, now_s if wait.since_s is None else wait.since_s
     if polls != wait.polls or since_s != wait.since_s:
         wait = RoomWait(polls, since_s)
+    has_time = now_s - since_s < bounds.seconds
     return (_WAIT if has_time and (bounds.polls is None or polls <= bounds.polls) else _REFUSE), wait
 
 

@@ -66,7 +66,7 @@ _WAITING, _READY, _LATE = HoldState.WAITING, HoldState.READY, HoldState.LATE
 def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
     """Answers a lookup of the engine for a request. Returns the same stage if nothing has changed."""
     room = facts.room
-    if room is not None:
+    if room is not None and type(stage) is not Loading:
         past = stage.past
         verdict, wait = gate_lookup(room, past.room, facts.now_s, bounds.room, past.failed_loads)
         if verdict is not _ADMIT:

@@ -1,77 +1,97 @@
 """Outgoing connections: from a host name to a socket that is connecting.
 
-Name resolution does not block: numeric addresses need no thread; names use a few threads. When there are too many
-outgoing connections, a new one replaces the oldest connection that is not open, or ends with TOO_MANY if all are open.
-So an address that does not answer does not block connections to other addresses.
+Name resolution does not block: numeric addresses need no thread; names use a few threads. Connections to one name share
+a lookup. A name waits for a free thread, at most for the time limit of its connection. When there are too many outgoing
+connections, a new one replaces the oldest connection that is not open, or ends with TOO_MANY if all are open. So an
+address that does not answer does not block connections to other addresses.
+
+A name may have several addresses, such as one of IPv6 and one of IPv4. They are tried in the order of the system, until
+the peer answers at one of them. All together have the time limit of one connection.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import zmq
 
 from hybridkv.peers.control.handlers import Handlers, LinkId
 from hybridkv.peers.control.sockets import (
     FAILED,
+    Address,
     ControlConnection,
     ControlSettings,
+    Socket,
     endpoint,
     start_monitor,
     stop_monitor,
 )
 from hybridkv.peers.wire import CloseReason, is_loopback
 
-Address: TypeAlias = tuple[int, "tuple[str, int] | tuple[str, int, int, int]"]
-"""(family, address for `socket.connect`)"""
-
 MAX_NAMES = 4
+MAX_ADDRESSES = 4
+"""Maximum addresses of one name that are tried. So each one has enough time to repeat a lost packet."""
 EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
 class Resolver:
-    """Resolves at most `MAX_NAMES` names at a time. A lookup by the system has no timeout and cannot be cancelled."""
+    """Looks up at most `MAX_NAMES` names at a time, and each name once at a time. Only for the loop's thread.
 
-    def __init__(self) -> None:
-        self._places = threading.BoundedSemaphore(MAX_NAMES)
+    A lookup by the system has no timeout and cannot be cancelled.
 
-    def parse_numeric(self, host: str, port: int) -> Address | None:
-        """The address if `host` is numeric, else None. None also for a text that cannot be a host name."""
-        try:
-            return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
-        except (OSError, ValueError):
-            return None
+    Args:
+        post: runs a call on the loop's thread.
+    """
 
-    def begin(self, host: str, port: int, then: Callable[[Address | None], None]) -> bool:
-        """Starts a lookup. Calls `then` on a new thread, with None if the lookup fails.
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._post = post
+        self._running: set[str] = set()
 
-        Returns False and does nothing if `MAX_NAMES` lookups are running or no thread can be started.
+    def parse_numeric(self, host: str) -> tuple[str, ...]:
+        """The address if `host` is numeric, else none. None also for a text that cannot be a host name."""
+        return _addresses(host, socket.AI_NUMERICHOST)
+
+    def begin(self, host: str, then: Callable[[tuple[str, ...]], None]) -> bool:
+        """Starts a lookup, unless one of this name is running. Returns False if `MAX_NAMES` others are running.
+
+        At the end of the lookup, `then` runs on the loop's thread, without an address if the lookup has failed or no
+        thread can be started. If a lookup was running already, only the `then` of that one runs.
         """
-        if not self._places.acquire(blocking=False):
+        if host in self._running:
+            return True
+        if len(self._running) >= MAX_NAMES:
             return False
+        self._running.add(host)
 
         def resolve() -> None:
+            found: tuple[str, ...] = ()
             try:
-                then(_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
-            except (OSError, ValueError):
-                then(None)
+                found = _addresses(host)
             finally:
-                self._places.release()
+                self._post(lambda: self._end(host, found, then))
 
         try:
             threading.Thread(target=resolve, name="hybridkv-peer-name", daemon=True).start()
         except (RuntimeError, MemoryError):  # no thread available now; a later call may succeed
-            self._places.release()
-            return False
+            self._post(lambda: self._end(host, (), then))
         return True
 
+    def _end(self, host: str, found: tuple[str, ...], then: Callable[[tuple[str, ...]], None]) -> None:
+        self._running.discard(host)
+        then(found)
 
-def _first(found: Sequence[tuple[Any, ...]]) -> Address:
-    return int(found[0][0]), found[0][4]
+
+def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
+    """At most `MAX_ADDRESSES` addresses of a host, in the order of the system; none if the lookup fails."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, ValueError):
+        return ()
+    return tuple(dict.fromkeys(str(each[4][0]) for each in found))[:MAX_ADDRESSES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +113,7 @@ class Dialer:
         on_connecting: called with each new connection.
         make_room: closes a connection to make room for a newer connection.
         end: called with the reason when no connection is made.
-        post: runs a call on the loop's thread.
+        post: as for `Resolver`.
     """
 
     def __init__(
@@ -111,9 +131,8 @@ class Dialer:
         self._on_connecting = on_connecting
         self._make_room = make_room
         self._end = end
-        self._post = post
         self._clock = settings.clock
-        self._resolver = Resolver()
+        self._resolver = Resolver(post)
         self._waiting: dict[LinkId, tuple[DialTarget, float]] = {}
 
     def __len__(self) -> int:
@@ -134,47 +153,98 @@ class Dialer:
         if len(outgoing) + len(self._waiting) < self._limits.max_connections:
             return True
         oldest = next((each for each in outgoing if not each.is_open), None)
-        if oldest is not None:
+        waiting = next(iter(self._waiting), None)
+        if oldest is not None and (waiting is None or oldest.began_s <= self._waiting[waiting][1]):
             self._make_room(oldest)
-        return oldest is not None
+        elif waiting is not None:
+            self.cancel(waiting, CloseReason.TOO_MANY)
+        return oldest is not None or waiting is not None
 
     def _resolve(self, link: LinkId, target: DialTarget) -> None:
-        address = self._resolver.parse_numeric(target.host, target.port)
-        if address is not None:
-            self._dial(link, address)
-            return
+        addresses = self._resolver.parse_numeric(target.host)
+        if addresses:
+            self._dial(link, addresses)
+        else:
+            self._start_lookups()
 
-        def resolved(found: Address | None) -> None:
-            self._post(lambda: self._dial(link, found))
+    def _start_lookups(self) -> None:
+        """Starts lookups of waiting names while there is room, longest waiting first."""
+        for target, _ in list(self._waiting.values()):
+            if not self._resolver.begin(target.host, functools.partial(self._on_resolved, target.host)):
+                return
 
-        if not self._resolver.begin(target.host, target.port, resolved):
-            self._dial(link, None)
+    def _on_resolved(self, host: str, found: tuple[str, ...]) -> None:
+        """Dials all connections that wait for this name."""
+        for link, (target, _) in list(self._waiting.items()):
+            if target.host == host:
+                self._dial(link, found)
+        self._start_lookups()
 
-    def _dial(self, link: LinkId, address: Address | None) -> None:
+    def _dial(self, link: LinkId, hosts: tuple[str, ...]) -> None:
         if link not in self._waiting:
             return
         target, began_s = self._waiting.pop(link)
-        sockets = self._connecting(address) if address is not None else None
-        if sockets is None or address is None:
-            self._end(link, target.handlers, CloseReason.UNREACHABLE)
-            return
-        connection = ControlConnection(
-            link, target.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=target.expected_peer
+        addresses = tuple((host, target.port) for host in hosts)
+        is_dialing = self._dial_first(
+            addresses,
+            began_s,
+            lambda sock, monitor, others: ControlConnection(
+                link,
+                target.handlers,
+                sock,
+                began_s,
+                monitor=monitor,
+                expected_peer=target.expected_peer,
+                other_addresses=others,
+            ),
         )
-        self._on_connecting(connection)
+        if not is_dialing:
+            self._end(link, target.handlers, CloseReason.UNREACHABLE)
 
-    def _connecting(self, address: Address) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None:
-        """A connecting socket and its monitor; None if the system refuses at once."""
-        made: list[zmq.Socket[bytes]] = []
+    def dial_next(self, failed: ControlConnection) -> bool:
+        """Replaces a connection that failed before the peer's Hello by one to the next address. Its sockets are closed.
+
+        Returns False if no other address is left. Link and time limit stay the same.
+        """
+        return self._dial_first(
+            failed.other_addresses,
+            failed.began_s,
+            lambda sock, monitor, others: replace(failed, socket=sock, monitor=monitor, other_addresses=others),
+        )
+
+    def _dial_first(
+        self,
+        addresses: tuple[Address, ...],
+        began_s: float,
+        connection: Callable[[Socket, Socket, tuple[Address, ...]], ControlConnection],
+    ) -> bool:
+        """Connects to the first of these addresses that the system does not refuse at once. False if there is none.
+
+        `connection` makes the connection from its socket, its monitor and the addresses that are left.
+        """
+        for number in range(len(addresses)):
+            sockets = self._connecting(addresses[number:], began_s)
+            if sockets is not None:
+                self._on_connecting(connection(*sockets, addresses[number + 1 :]))
+                return True
+        return False
+
+    def _connecting(self, addresses: tuple[Address, ...], began_s: float) -> tuple[Socket, Socket] | None:
+        """A socket that connects to the first address, and its monitor; None if the system refuses at once.
+
+        The addresses share the time that is left since `began_s`.
+        """
+        made: list[Socket] = []
+        left_s = began_s + self._limits.handshake_timeout_s - self._clock()
         try:
-            sock = self._settings.socket(zmq.DEALER, ":" in address[1][0])
+            sock = self._settings.socket(zmq.DEALER, ":" in addresses[0][0])
             made.append(sock)
             self._settings.keys.as_client(sock)
             sock.reconnect_ivl = -1
-            sock.connect_timeout = int(self._limits.handshake_timeout_s * 1000)
+            sock.connect_timeout = sock.handshake_ivl = max(1, int(left_s * 1000 / len(addresses)))
             monitor = start_monitor(self._settings.context, sock, EVENTS)
             made.append(monitor)
-            sock.connect(endpoint(address[1]))
+            sock.connect(endpoint(addresses[0]))
         except zmq.ZMQError:
             if len(made) == 2:
                 stop_monitor(*made)

@@ -43,6 +43,7 @@ class Listener:
         count: called with the reason when a stranger disconnects or is closed.
         on_ended: called with each connection that the peer or the network ended. The receive queue may still have its
             last messages.
+        idle_s: as for `ControlLoop.listen`.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Listener:
         handlers: Handlers,
         count: Callable[[CloseReason], None],
         on_ended: Callable[[ControlConnection], None],
+        idle_s: float,
     ) -> None:
         self.handlers = handlers
+        self.idle_s = idle_s
         self._max_strangers = settings.limits.max_handshakes
         self._clock = settings.clock
         self._count, self._on_ended = count, on_ended

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import socket
 import threading
 import time
@@ -108,8 +109,11 @@ class ControlLoop:
 
     # For any thread.
 
-    def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
+    def listen(self, host: str, port: int, handlers: Handlers, idle_s: float = math.inf) -> tuple[str, int]:
         """Accepts peers. Returns the bound address; port 0 takes any free port.
+
+        If `max_connections` is reached, a new connection replaces the accepted one that has sent no message for the
+        longest time, and for at least `idle_s` seconds. If there is none, the new connection is refused with TOO_MANY.
 
         Raises `OSError` if the address cannot be bound, `PeersConfigurationError` if there is no secret and
         `is_loopback(host)` is false, and `PeersProtocolError` after `close`.
@@ -118,7 +122,7 @@ class ControlLoop:
         self._require_running("listen")
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
         listener = Listener(
-            self._settings, (str(address[0]), int(address[1])), handlers, self._count, self._disconnected.append
+            self._settings, (str(address[0]), int(address[1])), handlers, self._count, self._disconnected.append, idle_s
         )
         self._commands.post(lambda: self._add_listener(listener))
         return listener.address
@@ -193,7 +197,7 @@ class ControlLoop:
             if connection.socket in found:
                 self._disconnected.append(connection)
             else:
-                self._close(connection, CloseReason.RESET)
+                self._fail(connection, CloseReason.RESET)
 
     def _safely(self, action: Callable[[], None]) -> None:
         """Runs `action` and logs an exception, so that a bug in one connection does not stop the others."""
@@ -257,12 +261,12 @@ class ControlLoop:
     def _process_events_of(self, connection: ControlConnection) -> None:
         assert connection.monitor is not None
         for event, value in events_of(connection.monitor):
-            if connection.link not in self._connections:
+            if not self._is_current(connection):
                 return
             if event == zmq.EVENT_CLOSED:
-                self._close(connection, CloseReason.UNREACHABLE)
+                self._fail(connection, CloseReason.UNREACHABLE)
             elif event & FAILED:
-                self._close(connection, close_reason_of(event, value, CloseReason.HUNG_UP))
+                self._fail(connection, close_reason_of(event, value, CloseReason.HUNG_UP))
             else:
                 self._disconnected.append(connection)
 
@@ -282,7 +286,7 @@ class ControlLoop:
 
     def _receive_outgoing(self, connection: ControlConnection) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
-            if connection.link not in self._connections:
+            if not self._is_current(connection):
                 return
             try:
                 frames = connection.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -294,7 +298,7 @@ class ControlLoop:
         """Handles the first message of an accepted connection. Only a valid Hello opens the connection."""
         try:
             hello = self._check_hello(self._decode(frames), None)
-            if len(self._connections) - len(self._outgoing()) >= self._limits.max_connections:
+            if not self._has_room():
                 raise WireError(CloseReason.TOO_MANY, "max_connections reached")
         except WireError as error:
             self._count(error.reason)
@@ -302,16 +306,35 @@ class ControlLoop:
                 self._send_bye(listener.socket, route, error.reason)
             return
         listener.process_events()
-        fd = int(frames[-1].get(zmq.SRCFD))
+        fd, now_s = int(frames[-1].get(zmq.SRCFD)), self._clock()
         connection = ControlConnection(
-            LinkId(next(self._links)), listener.handlers, listener.socket, self._clock(), route, fd
+            LinkId(next(self._links)),
+            listener.handlers,
+            listener.socket,
+            now_s,
+            route,
+            fd,
+            idle_s=listener.idle_s,
+            last_message_s=now_s,
         )
         listener.add(connection)
         self._connections[connection.link] = connection
         if self._send(connection, self._hello):
             self._run_for(connection, lambda: self._opened(connection, hello.name))
 
+    def _has_room(self) -> bool:
+        """True if one more connection may be accepted. Ends the one that is idle longest if there are too many."""
+        accepted = [each for each in self._connections.values() if each.monitor is None]
+        if len(accepted) < self._limits.max_connections:
+            return True
+        now_s = self._clock()
+        idle = [each for each in accepted if now_s - each.last_message_s >= each.idle_s]
+        if idle:
+            self._close(min(idle, key=lambda each: each.last_message_s), CloseReason.TOO_MANY, "idle")
+        return bool(idle)
+
     def _handle(self, connection: ControlConnection, frames: list[zmq.Frame]) -> None:
+        connection.last_message_s = self._clock()
         self._run_for(connection, lambda: self._dispatch(connection, self._decode(frames)))
 
     def _run_for(self, connection: ControlConnection, action: Callable[[], None]) -> None:
@@ -396,9 +419,33 @@ class ControlLoop:
         else:
             self._dialer.cancel(link, reason)
 
+    def _is_current(self, connection: ControlConnection) -> bool:
+        """False if a connection is closed, or if a connection to another address of the same name has replaced it."""
+        return self._connections.get(connection.link) is connection
+
+    def _fail(self, connection: ControlConnection, reason: CloseReason) -> None:
+        """Handles a connection that the network or the peer ended without a message. If this side connects and has no
+        Hello of the peer, tries the next address of the peer's name."""
+        if connection.monitor is None or connection.is_open or not self._is_current(connection):
+            self._close(connection, reason)
+            return
+        self._close_sockets(connection, connection.monitor, 0.0)
+        if reason is not CloseReason.UNREACHABLE:
+            connection.failure = reason
+        if not self._dialer.dial_next(connection):
+            self._end(connection.link, connection.handlers, connection.failure)
+
+    def _close_sockets(self, connection: ControlConnection, monitor: Socket, linger_s: float) -> None:
+        """Closes the sockets of an outgoing connection. Queued messages are sent for at most `linger_s`."""
+        for source in (connection.socket, monitor):
+            del self._calls[source]
+            self._poller.unregister(source)
+        stop_monitor(connection.socket, monitor)
+        connection.socket.close(int(linger_s * 1000))
+
     def _close(self, connection: ControlConnection, reason: CloseReason, detail: str = "") -> None:
         """Closes a connection. Does nothing for a closed connection."""
-        if connection.link not in self._connections:
+        if not self._is_current(connection):
             return
         logger.debug("control connection closed: %s %s", reason, detail)
         bye_sent = reason in _SENT_REASONS and connection.is_open
@@ -409,11 +456,7 @@ class ControlLoop:
                 connection, bye_sent
             )
         else:
-            for source in (connection.socket, connection.monitor):
-                del self._calls[source]
-                self._poller.unregister(source)
-            stop_monitor(connection.socket, connection.monitor)
-            connection.socket.close(int(BYE_S * 1000) if bye_sent else 0)
+            self._close_sockets(connection, connection.monitor, BYE_S if bye_sent else 0.0)
         self._end(connection.link, connection.handlers, reason)
 
     def _end(self, link: LinkId, handlers: Handlers, reason: CloseReason) -> None:

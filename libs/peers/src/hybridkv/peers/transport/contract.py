@@ -106,6 +106,10 @@ class Transport(Protocol):
         """Detaches a peer. Its reads fail with CLOSED. Repeatable."""
         ...
 
+    def is_attached(self, remote: RemoteId) -> bool:
+        """False if the peer was detached, or if the transport has given it up. Then attach it again before a read."""
+        ...
+
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         """Starts a read. If a read cannot start, `poll` returns the failure. A read without ranges is done at once.
 

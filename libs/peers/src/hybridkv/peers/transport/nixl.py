@@ -119,6 +119,11 @@ class NixlTransport:
             if known is not None:
                 self._reads.give_up(known, TransferFailureReason.CLOSED, "the peer was detached")
 
+    def is_attached(self, remote: RemoteId) -> bool:
+        with self._lock:
+            known = self._remotes.get(remote)
+            return known is not None and known.is_attached
+
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         self._demand_open("read")
         with self._lock:

@@ -2,7 +2,7 @@
 
 A failed read ends for its owner at once. The read's memory stays in use until NIXL reports the end of each post of the
 read, because an RDMA read cannot be recalled. If a post does not end, the peer is given up: this ends all posts to the
-peer.
+peer. A peer with a broken connection is given up too, because NIXL does not repair the connection.
 """
 
 from __future__ import annotations
@@ -145,14 +145,34 @@ class NixlReads:
             read.state = TransferDone(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
 
     def _give_up_bad_peer(self, read: NixlRead, failed: TransferFailed, now_s: float) -> None:
-        """Gives up the peer of a failed read if the peer is gone or a post does not end."""
-        if failed.reason is TransferFailureReason.GONE and not read.handles:
-            # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
-            self.give_up(read.remote, TransferFailureReason.GONE, failed.detail)
-        elif read.handles and now_s - read.failed_s > ABANDON_S:
-            self.give_up(
-                read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled"
-            )
+        """Gives up the peer of a failed read if its connection is or may be broken, or if a post does not end.
+
+        NIXL keeps a broken connection, and every later read would fail, although the peer may be alive. For the posts
+        in flight when a connection breaks, NIXL may report another error than the loss of the peer. After such an
+        error, the peer is given up if no other read needs the connection; another read reports the loss itself.
+        """
+        if read.handles:
+            if now_s - read.failed_s > ABANDON_S:
+                self._give_up_agent(read.remote, "a read of this peer did not end after it was cancelled")
+        elif failed.reason is TransferFailureReason.GONE or (
+            failed.reason is TransferFailureReason.BROKEN and not self._is_in_use(read.remote)
+        ):
+            self._give_up_agent(read.remote, failed.detail)
+
+    def _is_in_use(self, remote: NixlRemote) -> bool:
+        """True if a read of this agent is pending, or has posts in flight."""
+        return any(
+            read.remote.agent == remote.agent and (read.state is PENDING or read.handles)
+            for read in self._reads.values()
+        )
+
+    def _give_up_agent(self, remote: NixlRemote, detail: str) -> None:
+        """Gives up all attachments of a peer's agent: they share the connection."""
+        if not remote.is_attached:
+            return
+        for each in [each for each in self._attached if each.agent == remote.agent]:
+            self._leave(each, TransferFailureReason.GONE, detail)
+        self.forget_agent(remote.agent)
 
     def _check_post(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
@@ -202,7 +222,7 @@ class NixlReads:
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
 
     def give_up(self, remote: NixlRemote, reason: TransferFailureReason, detail: str) -> None:
-        """Gives up a peer and closes the connection, so that NIXL ends all posts to the peer.
+        """Gives up one attachment of a peer and closes the connection, so that NIXL ends all posts to the peer.
 
         NIXL has one connection per agent, even if the agent is attached several times. The connection stays open for
         the other attachments if no post of this attachment is in flight.

@@ -23,8 +23,8 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_text_bytes: int = 4096
     """Maximum characters of one text. Names have their own limit, `MAX_NAME_BYTES`."""
     max_connections: int = 256
-    """Maximum established connections of all listeners together. Outgoing connections, also
-    unfinished ones, have the same limit."""
+    """Maximum established connections of all listeners together; one more replaces an idle one or is refused. Outgoing
+    connections, also unfinished ones, have the same limit."""
     max_handshakes: int = 32
     """Maximum strangers (connections without a Hello) of one listener. One more stranger closes the oldest stranger of
     the host with the most strangers."""

@@ -139,6 +139,7 @@ class PeerReader:
                 self.node.ready()  # starts connections that are due
         finally:
             self._end_loads()
+            self._disconnect_given_up()
             self._start_loads()
 
     def _end_loads(self) -> None:
@@ -151,6 +152,15 @@ class PeerReader:
                 self._finish(load)
             except Exception as error:  # a bug must fail only this load
                 self._fail_on_bug(load, error)
+
+    def _disconnect_given_up(self) -> None:
+        """Disconnects peers that the transport has given up, because every later read of them would fail. The node
+        connects to them again."""
+        for peer, source in list(self._sources.items()):
+            if not self._transport.is_attached(source.remote):
+                self._detach(peer)
+                assert self.node is not None
+                self.node.disconnect(peer)
 
     def _start_loads(self) -> None:
         now_s, in_use = self._clock(), {load.peer for load in self._reading}
@@ -237,9 +247,6 @@ class PeerReader:
                 busy = state.reason is TransportFailure.BUSY
                 reason = FailureReason.BUSY if busy else FailureReason.IO
                 load.failure = Failure(reason, f"{state.reason}: {state.detail}")
-                if state.reason is TransportFailure.CLOSED and self.node is not None and load.peer in self._sources:
-                    # The transport has closed the peer: close the control connection too.
-                    self.node.disconnect(load.peer)
         if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal_answer is None):
             load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
         if load.failure is None and (not load.is_read or load.seal_answer is None):

@@ -66,8 +66,9 @@ class PrefillStops:
     """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
     Each lookup of a request calls `begin`. A lookup that does not make the request wait then calls `add_stops` for each
-    connector, and `end`. The engine sets its own boundary just before each lookup, also before a repeated lookup after
-    a preemption or a failed load. Requests that have no stop left, and requests that have ended, are dropped.
+    connector, even if no store is searched, and `end`. The engine sets its own boundary just before each lookup, also
+    before a repeated lookup after a preemption or a failed load. Requests that have no stop left, and requests that
+    have ended, are dropped.
 
     Args:
         chunk_tokens: maximum tokens of one prompt in one step.

@@ -21,6 +21,7 @@ from hybridkv.planner import LoadAdmission
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 _INHERITED = ("engine_id", "kv_role", "kv_load_failure_policy")
 _NEEDS_VLLM_MULTI_CONNECTOR = ("HiSparseConnector",)
@@ -57,6 +58,17 @@ class Child:
     def has_bounded_lookups(self) -> bool:
         """Whether the child declares that its lookups take bounded time, so that a request may wait for them."""
         return bool(getattr(self.connector, "has_bounded_lookups", False))
+
+    def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
+        """Plans the prefill stops of a request that is not looked up in this child, if the child is able to.
+
+        Args:
+            request: the request.
+            computed_tokens: tokens that the engine holds.
+        """
+        plan = getattr(self.connector, "plan_without_lookup", None)
+        if plan is not None:
+            plan(request, computed_tokens)
 
 
 def class_of(config: ChildConfig, transfer: KVTransferConfig) -> Any:

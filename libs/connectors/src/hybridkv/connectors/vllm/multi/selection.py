@@ -3,13 +3,13 @@
 It decides nothing: `hybridkv.planner.choose` chooses the child. The gates of `hybridkv.planner.admission` decide when
 there is room for the load, as for a single connector. A lookup that raises counts as an error, with one warning per
 child, and gives no hit. Children that only store, and children that failed to load the request before, are not looked
-up and not counted.
+up and not counted. They only plan the prefill stops of the request, because they may store it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -254,22 +254,35 @@ class Selector:
         None: the engine looks up again in a later step."""
         if self._admission.take_deferral(request.request_id):
             return None, False
-        if self._prefill_stops is None:
-            return self._choose(request, computed_tokens)
-        self._prefill_stops.begin(request)
-        num_tokens, is_async = self._choose(request, computed_tokens)
+        if self._prefill_stops is not None:
+            self._prefill_stops.begin(request)
+        looked_up: set[int] = set()
+        num_tokens, is_async = self._choose(request, computed_tokens, looked_up)
         if num_tokens is not None:
-            try:
-                self._prefill_stops.end(request, computed_tokens + num_tokens, is_loaded=is_async)
-            except Exception:  # a child's error must not end the engine
-                logger.exception(
-                    "request %s: no prefill stops, because a connector failed to plan them",
-                    printable(request.request_id),
-                )
-                self._prefill_stops.begin(request)
+            self._plan_stops(request, computed_tokens, looked_up, num_tokens, is_loaded=is_async)
         return num_tokens, is_async
 
-    def _choose(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+    def _plan_stops(
+        self, request: Request, computed_tokens: int, looked_up: Container[int], num_tokens: int, *, is_loaded: bool
+    ) -> None:
+        """Plans the prefill stops of children that were not looked up, since they may store. Sets the first stop of all
+        children in the engine."""
+        try:
+            for position, child in enumerate(self._children):
+                if position not in looked_up:
+                    child.plan_without_lookup(request, computed_tokens)
+            if self._prefill_stops is not None:
+                self._prefill_stops.end(request, computed_tokens + num_tokens, is_loaded=is_loaded)
+        except Exception:  # a child's error must not end the engine
+            logger.exception(
+                "request %s: no prefill stops, because a connector failed to plan them",
+                printable(request.request_id),
+            )
+            if self._prefill_stops is not None:
+                self._prefill_stops.begin(request)
+
+    def _choose(self, request: Request, computed_tokens: int, looked_up: set[int]) -> tuple[int | None, bool]:
+        """See `matched_tokens`. Adds the positions of the children that it looks up to `looked_up`."""
         if compat.skips_prefix_cache(request):
             return 0, False
         request_id = request.request_id
@@ -288,6 +301,7 @@ class Selector:
             tokens: Answer = self._skip_reason(position, candidate)
             is_async = False
             if tokens is None:
+                looked_up.add(position)
                 try:
                     tokens, is_async = child.connector.get_num_new_matched_tokens(request, computed_tokens)
                 except Exception as error:  # a child's error must not end the engine

@@ -236,7 +236,7 @@ class Checkpoints:
         Args:
             tracked: the request. It has keys.
             offered_tokens: tokens that are offered to the engine.
-            loss: tokens that the FULL groups hold beyond the hit; None without a lookup.
+            loss: tokens that the FULL groups hold beyond the offered tokens; None if they are not known.
         """
         request, start = tracked.request, tracked.computed_tokens + offered_tokens
         if tracked.is_storable and tracked.hints.store:
@@ -289,7 +289,7 @@ class Checkpoints:
 
     def _junction(self, tracked: TrackedRequest, loss: Loss | None) -> int:
         """The last boundary that the FULL groups hold, if it is beyond the hit and a group's state is missing there;
-        else 0. Also 0 without a lookup, and for a request that was admitted before."""
+        else 0. Also 0 without `loss`, and for a request that was admitted before."""
         if loss is None or tracked.checkpoint_state.was_admitted:
             # A request that was admitted before: its stored prefix ends where it was preempted, or where chunks were
             # withdrawn after a failed load. No request diverges there. `SeenPrefixes` has recorded the junction of its

@@ -99,9 +99,17 @@ class HybridOffloadConnector(StoreConnector):
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
         self._scheduler = self._scheduler_builder.build(waiting.facts)
+        if self._child_place.admission is not None:
+            self._scheduler.leave_admission_to_parent()
         if compat.publishes_kv_events(self._vllm_config):
             self._scheduler.enable_kv_events(compat.event_groups(self._kv_cache_config))
         return self._scheduler
+
+    def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
+        """Plans the prefill stops of a request that a parent connector does not look up here. The engine holds
+        `computed_tokens`. Does nothing until the store is open."""
+        if isinstance(self._scheduler, OffloadScheduler):
+            self._scheduler.plan_without_lookup(request, computed_tokens)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # Checked again, since features may have been switched off in this process after the connector was built.

@@ -108,6 +108,11 @@ class OffloadScheduler:
         if self._events is not None:
             self._events.bind_block_pool(pool)
 
+    def leave_admission_to_parent(self) -> None:
+        """Offers hits without a wait for room. A parent connector admits the loads of all its children. This connector
+        still counts the blocks of its loads in the shared admission."""
+        self._loads.admits_loads = False
+
     def set_keep_share(self, keep_share: float) -> None:
         """Sets the share of each tier that prefixes with a keep hint may use."""
         self._keeper.keep_share = keep_share
@@ -151,18 +156,20 @@ class OffloadScheduler:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Number of tokens after `computed_tokens` that can be loaded; None if the engine must call again.
 
-        A request that must not load, or has no keys, gets 0, without a lookup, a promotion or a wait. After a lookup
-        with an answer, plans the prefill stops of the request.
+        A request that must not load, or has no keys, gets 0, without a lookup, a promotion or a wait. Plans the prefill
+        stops of the request, unless the engine must call again.
         """
         tracked = self.track(request)
         is_identified = self._requests.identify(tracked)
         if not self._kv_role.loads or compat.skips_prefix_cache(request):
+            self._plan_unsearched(tracked, computed_tokens)
             return 0
         if self._admission.take_deferral(request.request_id):
             return None
         if not is_identified or not tracked.hints.load:
             self._stack.release(tracked.request_id)
-            tracked.computed_tokens, tracked.last_reply = computed_tokens, COMPUTE
+            self._plan_unsearched(tracked, computed_tokens)
+            tracked.last_reply = COMPUTE
             return 0
         if self._checkpoints is None:
             return self._loads.matched_tokens(tracked, computed_tokens)
@@ -172,6 +179,22 @@ class OffloadScheduler:
             self._checkpoints.plan_stops(tracked, num_tokens, self._loads.loss(tracked))
         return num_tokens
 
+    def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
+        """Plans the prefill stops of a request that a parent connector does not look up here. The engine holds
+        `computed_tokens`, and this connector loads nothing."""
+        tracked = self.track(request)
+        self._requests.identify(tracked)
+        self._plan_unsearched(tracked, computed_tokens)
+
+    def _plan_unsearched(self, tracked: TrackedRequest, computed_tokens: int) -> None:
+        """Plans the prefill stops of a request without a lookup, if the request may store."""
+        tracked.follow()
+        tracked.computed_tokens = computed_tokens
+        if self._checkpoints is not None:
+            self._checkpoints.begin(tracked.request)
+            if self._may_store(tracked):
+                self._checkpoints.plan_stops(tracked, 0, self._loads.loss_without_lookup(tracked))
+
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the request's external tokens into the blocks that the engine has allocated."""
         tracked = self.track(request)
@@ -179,9 +202,12 @@ class OffloadScheduler:
             self._engine_corruption.unmark_allocated(blocks)
         # After a load the engine calls again, without external tokens.
         tracked.resumed_tokens = max(request.num_computed_tokens, tracked.computed_tokens + num_external_tokens)
-        if tracked.last_reply is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+        is_admission = request.num_computed_tokens == 0
+        if tracked.last_reply is None and num_external_tokens == 0 and is_admission:
             # There was no lookup, since the request must not load, but it may still store.
             self._requests.identify(tracked)
+        if self._checkpoints is not None and is_admission and tracked.request_keys is not None:
+            self._checkpoints.on_admitted(tracked, num_external_tokens)
         if tracked.request_keys is None or not tracked.hints.load:
             if tracked.last_reply is not None:
                 explanation = unsearched(
@@ -191,8 +217,6 @@ class OffloadScheduler:
                 log(explanation)
             tracked.last_reply = None
             return
-        if self._checkpoints is not None and tracked.last_reply is not None:
-            self._checkpoints.on_admitted(tracked, num_external_tokens)
         if self._events is not None:
             self._events.on_admitted(tracked)
         self._reuse.on_admitted(tracked)

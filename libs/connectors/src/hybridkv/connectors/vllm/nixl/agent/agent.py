@@ -120,6 +120,7 @@ class Agent:
             lambda: self._inbox.put(lambda: None),
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lease_s = server_options.lease_s
         self._server = LeaseServer(server_options, memory, control, metrics)
         self._connections = ProducerConnections(server_options.description, transport, control, options.max_links)
         self._reads = ReadManager(memory, self._connections, transport, control, metrics, options)
@@ -137,8 +138,11 @@ class Agent:
         self._begin()
 
     def listen(self, host: str, port: int) -> int:
-        """Listens for consumers. Returns the port. Raises `OSError` if the address cannot be bound."""
-        return self._loop.listen(host, port, self._handlers(self._on_consumer_message))[1]
+        """Listens for consumers. Returns the port. Raises `OSError` if the address cannot be bound.
+
+        A consumer sends renewals while it needs blocks, so a consumer that is silent for a whole lease needs none.
+        """
+        return self._loop.listen(host, port, self._handlers(self._on_consumer_message), self._lease_s)[1]
 
     def submit(self, plan: NixlStepPlan) -> None:
         """Queues the scheduler's plan. The engine's thread calls this."""

@@ -128,8 +128,13 @@ class ProducerConnections:
         return f"tp_size: ours is {ours}, theirs is {num_ranks}, and heads cannot be split to fit both{whole}"
 
     def get(self, host: str, rank: RankAddress) -> ProducerConnection:
-        """Returns the connection to a rank. Connects if there is no connection."""
+        """Returns the connection to a rank. Connects if there is no connection, and again if the transport has given up
+        the rank: then every read of the earlier connection would fail."""
         address = (host, rank.port, rank.name)
+        peer = self._by_address.get(address)
+        if peer is not None and self._is_given_up(peer):
+            detail = "the transport has given up the peer; connecting again"
+            self._fail(peer, NixlLoadFailure("gone", detail), CloseReason.DONE)
         peer = self._by_address.pop(address, None)
         if peer is None:
             self._make_room()
@@ -138,6 +143,11 @@ class ProducerConnections:
         self._by_address[address] = peer
         self._fresh.add(peer.link)
         return peer
+
+    def _is_given_up(self, peer: ProducerConnection) -> bool:
+        """True if the transport has given up a compatible rank."""
+        is_over = peer.state is ConnectionState.OVER
+        return not is_over and peer.remote is not None and not self._transport.is_attached(peer.remote)
 
     def end_turn(self) -> None:
         """Ends a turn. A connection requested in this turn is returned by `find_links_in_use` now, or is not used."""
@@ -200,10 +210,9 @@ class ProducerConnections:
         peer.exchange, peer.remote = Exchange(agreement), remote
 
     def sever(self, peer: ProducerConnection) -> None:
-        """Ends a connection, to end a transfer that does not end, or because the transport has closed the peer."""
+        """Ends a connection, to end a transfer that does not end."""
         if peer.state is not ConnectionState.OVER:
-            detail = "a transfer did not end, or the transport has closed the peer"
-            self._fail(peer, NixlLoadFailure("timeout", detail), CloseReason.DONE)
+            self._fail(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
 
     def closed(self, link: LinkId, reason: CloseReason) -> None:
         """Handles the end of a connection."""

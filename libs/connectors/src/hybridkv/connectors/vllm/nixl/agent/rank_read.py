@@ -117,8 +117,6 @@ class RankRead:
         self._requested: _DigestReplies | None = None
         self._check: _ReadCheck | None = None
         self.num_descriptors = 0
-        self.is_transport_closed = False
-        """The transport has closed the peer. Reads from this peer need a new connection."""
         self.detail = ""
         """Description of the failure, for logs."""
 
@@ -253,12 +251,10 @@ class RankRead:
         return PeerLost(self._index, ReadFailure(failure.reason))
 
     def _reason(self, state: TransferFailed) -> ReadFailure:
-        if state.reason is TransferFailureReason.CLOSED:
-            self.is_transport_closed = True
-            if self.peer.failure is not None:
-                # The transport closed the peer because the connection ended, so report the reason of that end.
-                self.detail = self.peer.failure.detail
-                return ReadFailure(self.peer.failure.reason)
+        if state.reason is TransferFailureReason.CLOSED and self.peer.failure is not None:
+            # The transport closed the peer because the connection ended, so report the reason of that end.
+            self.detail = self.peer.failure.detail
+            return ReadFailure(self.peer.failure.reason)
         self.detail = state.detail or str(state.reason)
         return _OF_TRANSPORT.get(state.reason, ReadFailure.TRANSPORT)
 

@@ -201,9 +201,6 @@ class ReadManager:
         for index, rank in enumerate(read.ranks):
             while not read.life.reported and (event := rank.poll(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
-            if rank.is_transport_closed:
-                # Without `sever`, the connection would stay open, and every later read would fail.
-                self._peers.sever(rank.peer)
         deadline_s = read.life.next_deadline_s
         if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:
             self._feed(read, Tick())

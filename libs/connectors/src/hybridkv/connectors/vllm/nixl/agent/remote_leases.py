@@ -86,7 +86,10 @@ class RemoteLeases:
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
         """Starts to renew a lease. Connects to the producer now, because the load will need the connection. Ends the
-        lease of an earlier request with this id."""
+        lease of an earlier request with this id.
+
+        The first renewal is sent at once over an open connection: the producer may end a connection that was silent.
+        """
         links = self._peers.rank_links_for_done(len(prompt.ranks))
         holders = tuple(_LeaseHolder(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
@@ -95,6 +98,9 @@ class RemoteLeases:
         self._leases[request_id] = _RemoteLease(
             prompt, holders, now_s + _renewal_interval_s(prompt), now_s + prompt.lease_seconds
         )
+        for holder in holders:
+            if holder.peer.is_open:
+                self._control.send(holder.peer.link, Renew(prompt.lease))
         if earlier is not None:
             self._end(earlier, False)
 

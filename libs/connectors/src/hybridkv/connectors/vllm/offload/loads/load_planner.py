@@ -124,6 +124,10 @@ class LoadPlanner:
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
         self._num_steps = 0
+        self.admits_loads = True
+        """Whether a load waits for room beside other loads. False below a parent connector that admits loads: if this
+        connector answered "later", the parent could choose a child without a hit, and the engine would compute the
+        prompt."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the block pool; loads need free blocks in it."""
@@ -171,7 +175,7 @@ class LoadPlanner:
             held = _FAILED_HOLDS[hold.failure]
         else:
             held = _WAITING if hold.waiting else _READY
-        if not self._admission.is_idle:
+        if self.admits_loads and not self._admission.is_idle:
             pool_blocks, free_blocks = 0, 0
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
@@ -341,6 +345,12 @@ class LoadPlanner:
         loss = measure_loss(self._layout.spec, limit, computed, resumed, lookup, lookup)
         tracked.measured = (answer, computed, loss)
         return loss
+
+    def loss_without_lookup(self, tracked: TrackedRequest) -> Loss:
+        """Tokens that the FULL groups hold beyond the engine's own, for a request with keys that loads nothing."""
+        lookup, computed = TierLookup(tracked.keys(), self._stack), tracked.computed_tokens
+        limit = max(tracked.request.num_tokens, computed)
+        return measure_loss(self._layout.spec, limit, computed, computed, lookup, lookup)
 
     def _limit(self, tracked: TrackedRequest) -> int:
         return max(life.limit_tokens(tracked.stage, tracked.request.num_tokens), tracked.computed_tokens)
