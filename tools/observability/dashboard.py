@@ -164,7 +164,7 @@ def _declared(catalogue: Catalogue) -> Iterator[DashboardPanel]:
 
 
 def _queries(metric: Metric, beside: Sequence[Metric]) -> Iterator[tuple[str, str]]:
-    by = metric.shown_labels
+    by = metric.label_names
     names = [f"{{{{{label}}}}}" for label in by]
     if len(beside) > 1:
         names.insert(0, _difference(metric, beside))

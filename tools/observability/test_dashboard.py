@@ -106,12 +106,9 @@ def test_tiers_are_distinguished_in_every_panel(metric: Metric) -> None:
         assert "{{tier}}" in legend and re.search(r"by \([^)]*\btier\b", query), legend
 
 
-@pytest.mark.parametrize(
-    "panel", [Panel(Section.LOADS, "X", view=View.QUANTILES), Panel(Section.LOADS, "X", by=("colour",))]
-)
-def test_a_panel_that_cannot_show_its_metric_is_refused(panel: Panel) -> None:
+def test_a_panel_that_cannot_show_its_metric_is_refused() -> None:
     with pytest.raises(MetricsError, match="panel"):
-        Metric("x_total", Kind.COUNTER, "bytes", "", panel=panel)
+        Metric("x_total", Kind.COUNTER, "bytes", "", panel=Panel(Section.LOADS, "X", view=View.QUANTILES))
 
 
 def test_metrics_with_the_same_title_share_a_panel() -> None:

@@ -9,13 +9,12 @@ from hybridkv.canonical.strides import MAX_REGIONS, TokenRange, first_overlap, m
 
 
 @st.composite
-def dense_tensors(draw: st.DrawFn) -> tuple[Strides, int, int]:
-    """A tensor with its dimensions in any order, perhaps with a gap after each step of one of them; and its block
-    dimension and number."""
+def dense_tensors(draw: st.DrawFn) -> tuple[Strides, int]:
+    """A tensor with its dimensions in any order, perhaps with a gap after each step of one of them; and its
+    number of blocks."""
     num_blocks = draw(st.integers(1, 4))
     rest = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    block_dim = draw(st.integers(0, len(rest)))
-    shape = [*rest[:block_dim], num_blocks * draw(st.integers(1, 3)), *rest[block_dim:]]
+    shape = [num_blocks * draw(st.integers(1, 3)), *rest]
     strides = [0] * len(shape)
     step = 1
     gap_at = draw(st.integers(0, len(shape)))
@@ -23,15 +22,15 @@ def dense_tensors(draw: st.DrawFn) -> tuple[Strides, int, int]:
         step += draw(st.integers(0, 5)) if place == gap_at else 0
         strides[dim] = step
         step *= shape[dim]
-    return Strides(1000, draw(st.sampled_from([1, 2, 4])), tuple(shape), tuple(strides)), block_dim, num_blocks
+    return Strides(1000, draw(st.sampled_from([1, 2, 4])), tuple(shape), tuple(strides)), num_blocks
 
 
-def tensor_bytes(tensor: Strides, block_dim: int, num_blocks: int) -> list[list[int]]:
+def tensor_bytes(tensor: Strides, num_blocks: int) -> list[list[int]]:
     """The addresses of every byte of every block, found by visiting each element."""
     blocks: list[list[int]] = [[] for _ in range(num_blocks)]
     for index in itertools.product(*map(range, tensor.shape)):
         address = tensor.address + sum(i * s for i, s in zip(index, tensor.strides, strict=True)) * tensor.item_bytes
-        block = index[block_dim] // (tensor.shape[block_dim] // num_blocks)
+        block = index[0] // (tensor.shape[0] // num_blocks)
         blocks[block] += range(address, address + tensor.item_bytes)
     return blocks
 
@@ -42,37 +41,26 @@ def region_bytes(region: PageRegion, block: int) -> range:
 
 
 @given(dense_tensors())
-def test_the_regions_of_a_block_cover_each_of_its_bytes_once(case: tuple[Strides, int, int]) -> None:
-    tensor, block_dim, num_blocks = case
-    layer = LayerLayout("a", 0, block_dim, interleaved=True)
+def test_the_regions_of_a_block_cover_each_of_its_bytes_once(case: tuple[Strides, int]) -> None:
+    tensor, num_blocks = case
+    layer = LayerLayout("a", 0, interleaved=True)
     regions = page_regions(layer, tensor, num_blocks)
-    for block, expected in enumerate(tensor_bytes(tensor, block_dim, num_blocks)):
+    for block, expected in enumerate(tensor_bytes(tensor, num_blocks)):
         found = [address for region in regions for address in region_bytes(region, block)]
         assert len(found) == len(set(found))
         assert sorted(found) == sorted(expected)
 
 
 @given(dense_tensors())
-def test_only_interleaved_layers_may_have_gaps_in_a_block(case: tuple[Strides, int, int]) -> None:
-    tensor, block_dim, num_blocks = case
+def test_only_interleaved_layers_may_have_gaps_in_a_block(case: tuple[Strides, int]) -> None:
+    tensor, num_blocks = case
     try:
-        regions = page_regions(LayerLayout("a", 0, block_dim), tensor, num_blocks)
+        regions = page_regions(LayerLayout("a", 0), tensor, num_blocks)
     except LayoutError:
         return
-    assert regions == page_regions(LayerLayout("a", 0, block_dim, interleaved=True), tensor, num_blocks)
+    assert regions == page_regions(LayerLayout("a", 0, interleaved=True), tensor, num_blocks)
     addresses = [region.address for region in regions]
     assert num_blocks == 1 or all(abs(a - b) >= regions[0].stride_bytes for a, b in itertools.pairwise(addresses))
-
-
-def test_a_dimension_of_size_two_is_interpreted_as_the_caller_says() -> None:
-    tensor = Strides(0, 1, (2, 2, 8), (16, 8, 1))
-    assert page_regions(LayerLayout("a", 16), tensor, 2) == [PageRegion(0, 16, 16)]
-    assert page_regions(LayerLayout("a", 16, block_dim=1), tensor, 2) == [PageRegion(0, 8, 8), PageRegion(16, 8, 8)]
-
-
-def test_a_wrong_block_dimension_is_refused_with_the_ones_that_fit() -> None:
-    with pytest.raises(LayoutError, match=r"in dimension 0, got \(2, 6, 8\); block_dim could be 1"):
-        page_regions(LayerLayout("a", 16), Strides(0, 1, (2, 6, 8), (48, 8, 1)), 6)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +68,7 @@ def test_a_wrong_block_dimension_is_refused_with_the_ones_that_fit() -> None:
     [
         (Strides(0, 1, (6,), (1,)), "expected 6 blocks"),
         (Strides(0, 1, (0, 4), (4, 1)), "expected 6 blocks"),
+        (Strides(0, 1, (2, 6, 8), (48, 8, 1)), "expected 6 blocks"),
         (Strides(0, 1, (6, 4), (0, 1)), "share bytes"),
         (Strides(0, 1, (6, 4), (2, 1)), "share bytes"),
         (Strides(0, 1, (6, 2, 4), (8, 0, 1)), "same bytes twice"),
@@ -90,12 +79,6 @@ def test_a_wrong_block_dimension_is_refused_with_the_ones_that_fit() -> None:
 def test_a_tensor_without_separate_pages_is_refused(tensor: Strides, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         page_regions(LayerLayout("a", 4, interleaved=True), tensor, 6)
-
-
-@pytest.mark.parametrize("block_dim", [-1, 2])
-def test_a_missing_block_dimension_is_refused(block_dim: int) -> None:
-    with pytest.raises(LayoutError, match="block_dim could be 0"):
-        page_regions(LayerLayout("a", 4, block_dim), Strides(0, 1, (6, 4), (4, 1)), 6)
 
 
 def test_the_stride_of_a_single_block_is_ignored() -> None:

@@ -17,7 +17,7 @@ from torch_layouts import (
 )
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.canonical.torch_view import CanonicalKVCaches, LayoutError, canonical_kv_caches
+from hybridkv.canonical.torch_view import CanonicalKVCaches, LayoutError
 
 every_layout = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 
@@ -136,15 +136,6 @@ def test_kernel_blocks_and_whole_blocks_have_the_same_pages() -> None:
     split = whole.view(BLOCKS * 4, 4, 72)
     case = Case({"w": [whole], "s": [split]}, [[LayerLayout("w", 2304)], [LayerLayout("s", 2304)]])
     assert len(case.build().tensors) == 1
-
-
-def test_the_caller_says_whether_a_dimension_of_two_is_blocks() -> None:
-    cache = tensor((2, 2, 16, 8), I8)
-    cache.copy_(torch.arange(512).view(2, 2, 16, 8) // 128)
-    as_blocks = canonical_kv_caches({"a": cache}, [[LayerLayout("a", 256)]], 2)
-    as_split = canonical_kv_caches({"a": cache}, [[LayerLayout("a", 256, block_dim=1)]], 2)
-    assert block_bytes(as_blocks, 0, 1).unique().tolist() == [2, 3]
-    assert block_bytes(as_split, 0, 1).unique().tolist() == [1, 3]
 
 
 def refusals() -> dict[str, tuple[Case, str]]:

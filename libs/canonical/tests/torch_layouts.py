@@ -35,8 +35,8 @@ class Case:
         """The engine's content of a layer for one block, as views of bytes in memory order."""
         found = []
         for tensor in self.caches[layer.name]:
-            ratio = tensor.shape[layer.block_dim] // self.num_blocks
-            part = tensor.narrow(layer.block_dim, block * ratio, ratio)
+            ratio = tensor.shape[0] // self.num_blocks
+            part = tensor.narrow(0, block * ratio, ratio)
             order = sorted(range(part.dim()), key=lambda dim: -part.stride(dim))
             found.append(part.permute(order).view(torch.uint8))
         return found
@@ -58,9 +58,9 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype = BF16, order: tuple[int, 
     return memory.permute([order.index(dim) for dim in range(len(shape))])
 
 
-def one_layer(cache: torch.Tensor, block_dim: int = 0, num_blocks: int = BLOCKS) -> Case:
+def one_layer(cache: torch.Tensor, num_blocks: int = BLOCKS) -> Case:
     page_bytes = cache.numel() * cache.element_size() // num_blocks
-    return Case({"a": [cache]}, [[LayerLayout("a", page_bytes, block_dim)]], num_blocks)
+    return Case({"a": [cache]}, [[LayerLayout("a", page_bytes)]], num_blocks)
 
 
 def padded(page: tuple[int, ...], stride_bytes: int, dtype: torch.dtype, at: int = 0) -> torch.Tensor:
@@ -117,11 +117,6 @@ def split_in_two_tensors() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "split K/V, tokens before heads": lambda: one_layer(tensor((2, BLOCKS, 16, 4, 8)), block_dim=1),
-    "split K/V, heads before tokens": lambda: one_layer(tensor((2, BLOCKS, 16, 4, 8), order=(0, 1, 3, 2, 4)), 1),
-    "split K/V, two blocks": lambda: one_layer(tensor((2, 2, 16, 4, 8)), block_dim=1, num_blocks=2),
-    "split K/V, one block": lambda: one_layer(tensor((2, 1, 16, 4, 8)), block_dim=1, num_blocks=1),
-    "split K/V, kernel blocks": lambda: one_layer(tensor((2, BLOCKS * 4, 4, 4, 8)), block_dim=1),
     "split K/V in two tensors": split_in_two_tensors,
     "interleaved K/V, tokens before heads": lambda: one_layer(tensor((BLOCKS, 2, 16, 4, 8))),
     "interleaved K/V, heads before tokens": lambda: one_layer(tensor((BLOCKS, 2, 16, 4, 8), order=(0, 1, 3, 2, 4))),
@@ -134,7 +129,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "latent (MLA), kernel blocks": lambda: one_layer(tensor((BLOCKS * 2, 8, 72))),
     "latent (MLA), fp8 with scales": lambda: one_layer(tensor((BLOCKS, 16, 656), torch.uint8)),
     "fp8 e4m3": lambda: one_layer(tensor((BLOCKS, 4, 16, 16), FP8, order=(0, 2, 1, 3))),
-    "fp8 e5m2, split": lambda: one_layer(tensor((2, BLOCKS, 16, 4, 8), torch.float8_e5m2), block_dim=1),
+    "fp8 e5m2": lambda: one_layer(tensor((BLOCKS, 4, 16, 16), torch.float8_e5m2)),
     "padded attention pages": lambda: Case(
         {"a": [padded((4, 16, 16), 4096, BF16)]}, [[LayerLayout("a", 4 * 16 * 16 * 2)]]
     ),

@@ -73,8 +73,8 @@ def test_a_block_is_stored_in_one_order_for_any_kernel_blocks(order: str, num_he
 
 
 def test_a_split_tensor_of_unknown_shape_is_refused() -> None:
-    split = torch.zeros(2, BLOCKS * 2, TOKENS // 2, 2, 8)
-    layers = with_token_dims({"layer": split}, [LayerLayout("layer", 1, block_dim=1)])
+    split = torch.zeros(BLOCKS * 2, 2, TOKENS // 2, 2, 8)
+    layers = with_token_dims({"layer": split}, [LayerLayout("layer", 1)])
     with pytest.raises(ConfigurationError, match="kernel blocks smaller") as caught:
         require_one_order({"layer": split}, layers, BLOCKS)
     assert caught.value.path == "block_size" and "host memory only" in caught.value.hint

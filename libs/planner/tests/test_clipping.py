@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import groups
 
-from hybridkv.planner import GroupKind, GroupSpec, clip_blocks, coverage, read_blocks
-from hybridkv.planner.groups import CacheSpec
+from hybridkv.planner import GroupKind, GroupSpec, clip_blocks, read_blocks, resume_start
 
 FULL = GroupSpec(GroupKind.FULL, 16)
 WINDOW = GroupSpec(GroupKind.WINDOW, 16, window_tokens=24)
@@ -45,8 +44,7 @@ def test_blocks_that_do_not_fit_are_refused(field: str, arguments: tuple) -> Non
 @given(groups(), st.integers(0, 200))
 def test_clipping_keeps_exactly_the_blocks_that_are_read(group: GroupSpec, num_tokens: int) -> None:
     table = list(range(100, 100 + -(-num_tokens // group.block_tokens)))
-    spans = coverage(CacheSpec((group,), group.block_tokens), 0, num_tokens)
-    read = {100 + token // group.block_tokens for span in spans for token in range(span.start, span.end)}
+    read = {100 + token // group.block_tokens for token in range(resume_start(group, num_tokens), num_tokens)}
     clipped = clip_blocks((group,), [table], num_tokens)
     assert set(clipped.block_ids[0]) == read and len(clipped.block_ids[0]) == len(read)
     assert table[clipped.first_blocks[0] :][: len(read)] == list(clipped.block_ids[0])

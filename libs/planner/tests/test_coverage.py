@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import CHUNKS, caches
@@ -10,7 +9,6 @@ from hybridkv.planner import (
     TokenSpan,
     chunk_blocks,
     chunk_span,
-    coverage,
     needed_ends,
     resume_start,
 )
@@ -20,26 +18,29 @@ def spec(kind: GroupKind, chunk_tokens: int = 64, **sizes: int) -> CacheSpec:
     return CacheSpec((GroupSpec(kind=kind, block_tokens=16, **sizes),), chunk_tokens)
 
 
+def start(num_tokens: int, kind: GroupKind, **sizes: int) -> int:
+    return resume_start(GroupSpec(kind=kind, block_tokens=16, **sizes), num_tokens)
+
+
 def test_full_attention_needs_every_token() -> None:
-    assert coverage(spec(GroupKind.FULL), 0, 128) == (TokenSpan(0, 128),)
+    assert start(128, GroupKind.FULL) == 0
 
 
 def test_a_window_group_needs_only_its_last_window() -> None:
-    assert coverage(spec(GroupKind.WINDOW, window_tokens=33), 0, 128) == (TokenSpan(96, 128),)
+    assert start(128, GroupKind.WINDOW, window_tokens=33) == 96
 
 
 def test_a_window_of_one_token_needs_nothing() -> None:
-    assert coverage(spec(GroupKind.WINDOW, window_tokens=1), 0, 128) == ()
+    assert start(128, GroupKind.WINDOW, window_tokens=1) == 128
 
 
 def test_a_chunked_group_needs_the_tokens_since_its_last_boundary() -> None:
-    cache = spec(GroupKind.CHUNKED, align_tokens=100)
-    assert coverage(cache, 0, 128) == (TokenSpan(100, 128),)
-    assert coverage(cache, 0, 200) == ()
+    assert start(128, GroupKind.CHUNKED, align_tokens=100) == 100
+    assert start(200, GroupKind.CHUNKED, align_tokens=100) == 200
 
 
 def test_a_recurrent_group_needs_one_state() -> None:
-    assert coverage(spec(GroupKind.RECURRENT), 0, 128) == (TokenSpan(127, 128),)
+    assert start(128, GroupKind.RECURRENT) == 127
     assert list(needed_ends(spec(GroupKind.RECURRENT), 0, 128, 64)) == [128]
 
 
@@ -50,18 +51,7 @@ def test_nothing_is_needed_at_boundary_zero() -> None:
         (GroupKind.CHUNKED, {"align_tokens": 8}),
         (GroupKind.RECURRENT, {}),
     ):
-        assert coverage(spec(kind, **sizes), 0, 0) == ()
-
-
-def test_a_negative_boundary_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_tokens"):
-        coverage(spec(GroupKind.FULL), 0, -1)
-
-
-@pytest.mark.parametrize("group_index", [-1, 1, 5])
-def test_a_missing_group_is_refused_by_name(group_index: int) -> None:
-    with pytest.raises(ValueError, match=f"group_index must be one of 1 groups, from 0, got {group_index}"):
-        coverage(spec(GroupKind.FULL), group_index, 64)
+        assert start(0, kind, **sizes) == 0
 
 
 def test_only_the_last_blocks_of_a_window_chunk_are_stored() -> None:
@@ -83,8 +73,7 @@ def test_the_stored_chunks_cover_the_tokens_that_any_boundary_needs(cache: Cache
             span = chunk_span(cache, group_index, end)
             assert span.start % group.block_tokens == 0 and span.end == end
             stored |= set(range(span.start, span.end))
-        needed = {token for span in coverage(cache, group_index, boundary) for token in range(span.start, span.end)}
-        assert needed <= stored
+        assert set(range(resume_start(group, boundary), boundary)) <= stored
 
 
 @given(caches(), st.data())

@@ -17,10 +17,10 @@ from hybridkv.planner import (
     chunk_blocks,
     chunk_span,
     chunk_unit,
-    coverage,
     needed_ends,
     plan_load,
     plan_store,
+    resume_start,
     whole_chunk_unit,
 )
 from hybridkv.planner.coverage import load_start
@@ -118,8 +118,8 @@ def test_every_block_is_filled_up_to_the_boundary_and_no_token_twice(spec: Cache
     computed = data.draw(computed_tokens(spec, boundary - 1))
     tables = []
     for index, group in enumerate(spec.groups):
-        spans, blocks = coverage(spec, index, boundary), -(-boundary // group.block_tokens)
-        first = spans[0].start // group.block_tokens if spans else blocks
+        start, blocks = resume_start(group, boundary), -(-boundary // group.block_tokens)
+        first = start // group.block_tokens if start < boundary else blocks
         first = first if group.kind is GroupKind.RECURRENT else max(first, computed // group.block_tokens)
         tables.append([1000 * (index + 1) + i if i >= first else 0 for i in range(blocks)])
     loaded: dict[int, list[int]] = {index: [] for index in range(len(spec.groups))}

@@ -6,10 +6,9 @@ from hybridkv.planner import (
     GroupSpec,
     LookupResult,
     Miss,
-    TokenSpan,
     chunk_unit,
-    coverage,
     longest_hit,
+    resume_start,
 )
 
 FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=16)
@@ -52,7 +51,7 @@ def test_a_kind_may_be_given_by_its_value(kind: GroupKind) -> None:
 def test_a_kind_given_by_its_value_is_searched_like_the_kind() -> None:
     spec = CacheSpec((GroupSpec("recurrent", 16), GroupSpec("full", 16)), 16)
     assert isinstance(longest_hit(spec, 100, 0, lambda group, end: LookupResult.MISS), Miss)
-    assert coverage(spec, 1, 64) == (TokenSpan(0, 64),)
+    assert resume_start(spec.groups[1], 64) == 0
 
 
 @pytest.mark.parametrize("kind", ["FULL", "sliding", "", None, 0, ["full"]])

@@ -17,11 +17,11 @@ from hybridkv.planner import (
     TransferRun,
     chunk_blocks,
     chunk_span,
-    coverage,
     plan_load,
     plan_load_runs,
     plan_store,
     plan_tail,
+    resume_start,
     storable_ends,
 )
 
@@ -38,8 +38,7 @@ def everything(group_index: int, ends: Sequence[int]) -> Sequence[int]:
 def table(spec: CacheSpec, group_index: int, boundary: int, computed: int) -> list[int]:
     """Block table that an engine passes for a load: null where nothing is read."""
     group = spec.groups[group_index]
-    spans = coverage(spec, group_index, boundary)
-    first = spans[0].start // group.block_tokens if spans else boundary // group.block_tokens
+    first = resume_start(group, boundary) // group.block_tokens
     return [
         1000 * (group_index + 1) + i if i >= first or (i < computed // group.block_tokens and i >= first) else 0
         for i in range(boundary // group.block_tokens)
@@ -260,9 +259,8 @@ def test_every_token_that_a_boundary_needs_is_loaded_from_its_chunk(spec: CacheS
             assert not loaded[transfer.group_index] & set(span)
             loaded[transfer.group_index] |= set(span)
     for group_index, group in enumerate(spec.groups):
-        for span in coverage(spec, group_index, boundary):
-            needed = {t for t in range(span.start, span.end) if t >= computed or group.kind is GroupKind.RECURRENT}
-            assert needed <= loaded[group_index]
+        recurrent, needed = group.kind is GroupKind.RECURRENT, range(resume_start(group, boundary), boundary)
+        assert {t for t in needed if t >= computed or recurrent} <= loaded[group_index]
 
 
 @given(any_caches, st.data())

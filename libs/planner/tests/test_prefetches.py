@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import CHUNKS, Ranges, Store, any_caches, stores
 from test_hit import GPT_OSS, QWEN3_NEXT, everything, resumable
 
-from hybridkv.planner import CacheSpec, GroupKind, LookupResult, coverage, last_boundary, resume_start
+from hybridkv.planner import CacheSpec, GroupKind, LookupResult, last_boundary, resume_start
 from hybridkv.planner.hints import Prefetch, plan_prefetch
 
 
@@ -20,8 +20,8 @@ def read_at(spec: CacheSpec, boundary: int) -> set[tuple[int, int]]:
     return {
         (group, min((token // spec.chunk_tokens + 1) * spec.chunk_tokens, boundary))
         for group in spec.stored_groups
-        for span in coverage(spec, group, boundary)
-        for token in range(span.start // spec.groups[group].block_tokens * spec.groups[group].block_tokens, span.end)
+        if (start := resume_start(spec.groups[group], boundary)) < boundary
+        for token in range(start // spec.groups[group].block_tokens * spec.groups[group].block_tokens, boundary)
     }
 
 

@@ -19,13 +19,13 @@ from hybridkv.planner import (
     Transfer,
     chunk_blocks,
     chunk_span,
-    coverage,
     last_boundary,
     longest_hit,
     needed_ends,
     plan_load,
     plan_store,
     plan_tail,
+    resume_start,
 )
 
 FULL = GroupSpec(GroupKind.FULL, 8)
@@ -128,9 +128,8 @@ def test_chunks_and_tail_hold_all_that_a_boundary_needs(spec: CacheSpec, data: s
     computed = data.draw(st.integers(0, boundary - 1)) // spec.chunk_tokens * spec.chunk_tokens
     tables: list[list[int]] = []
     loaded: list[set[int]] = [set() for _ in spec.groups]
-    for group_index, group in enumerate(spec.groups):
-        spans = coverage(spec, group_index, boundary)
-        first = (spans[0].start if spans else boundary) // group.block_tokens
+    for group in spec.groups:
+        first = resume_start(group, boundary) // group.block_tokens
         tables.append([1 + i if i >= first else 0 for i in range(-(-boundary // group.block_tokens))])
     for transfer in plan_load(spec, boundary, computed, tables):
         stored = chunk_blocks(spec, transfer.group_index, transfer.end_token)
@@ -141,6 +140,5 @@ def test_chunks_and_tail_hold_all_that_a_boundary_needs(spec: CacheSpec, data: s
             size = spec.groups[transfer.group_index].block_tokens
             loaded[transfer.group_index] |= set(range(index * size, min(span.end, (index + 1) * size)))
     for group_index, group in enumerate(spec.groups):
-        for start, end in coverage(spec, group_index, boundary):
-            recurrent = group.kind is GroupKind.RECURRENT
-            assert {t for t in range(start, end) if t >= computed or recurrent} <= loaded[group_index]
+        recurrent, needed = group.kind is GroupKind.RECURRENT, range(resume_start(group, boundary), boundary)
+        assert {t for t in needed if t >= computed or recurrent} <= loaded[group_index]

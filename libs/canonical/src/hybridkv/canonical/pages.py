@@ -26,12 +26,11 @@ def aligned_page_bytes(page_bytes: int) -> int:
 
 
 class LayerLayout(NamedTuple):
-    """Layout facts of a layer, given by the caller and never inferred from a shape.
+    """Layout facts of a layer, given by the caller and never inferred from a shape. Blocks are dimension 0.
 
     Args:
         name: the engine's name of the layer.
         page_bytes: bytes of this layer in one block, without padding.
-        block_dim: dimension of blocks: 1 for split K/V, (2, blocks, ...). It is not inferred from a size of 2.
         interleaved: True if bytes of other layers lie between those of this layer within a block (heads before layers).
             Otherwise such gaps are an error, because a sliced tensor looks the same.
         token_dim: dimension of the tokens of a block, if known. If it is set, the order of bytes in a page does not
@@ -40,7 +39,6 @@ class LayerLayout(NamedTuple):
 
     name: str
     page_bytes: int
-    block_dim: int = 0
     interleaved: bool = False
     token_dim: int | None = None
 

@@ -43,12 +43,12 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
     """Regions of a tensor's pages, outermost dimension first.
 
     Args:
-        layer: layout facts: the dimensions of blocks and tokens, and whether pages can have gaps.
-        tensor: tensor of the layer. Its block dimension counts blocks, or several kernel blocks per block.
+        layer: layout facts: the dimension of tokens, and whether pages can have gaps.
+        tensor: tensor of the layer. Dimension 0 counts blocks, or several kernel blocks per block.
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        LayoutError: the size of the block dimension is not a multiple of `num_blocks`, a page has gaps without
+        LayoutError: the size of dimension 0 is not a multiple of `num_blocks`, a page has gaps without
             `interleaved` or more than `MAX_REGIONS` regions, or blocks or regions share bytes.
     """
     inner, block_stride = _dims_of_block(layer, tensor, num_blocks)
@@ -60,7 +60,7 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
             "if bytes of other layers lie between them (BHLNC), set interleaved"
         )
     run, rest = _dense_end(_in_unsplit_order(layer, tensor, num_blocks, inner))
-    split = (tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim])
+    split = (tensor.shape[0] // num_blocks, tensor.strides[0])
     if _count([dim for dim in rest if dim != split]) > MAX_REGIONS:
         raise LayoutError(f"{layer.name}: a page consists of more than {MAX_REGIONS} regions: {tensor}")
     regions = [
@@ -105,14 +105,14 @@ def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: 
             does not depend on which tokens are selected.
     """
     inner, block_stride = _dims_of_block(layer, tensor, num_blocks)
-    kernel_blocks = tensor.shape[layer.block_dim] // num_blocks
+    kernel_blocks = tensor.shape[0] // num_blocks
     dim = layer.token_dim
     if dim is None or (kernel_tokens := tensor.shape[dim]) * kernel_blocks != tokens.block_tokens:
         raise LayoutError(
             f"{layer.name}: expected a dimension that counts the {tokens.block_tokens} tokens of a block, "
             f"got {tensor.shape} with token_dim {dim}"
         )
-    of_kernel, of_token = tensor.strides[layer.block_dim], tensor.strides[dim]
+    of_kernel, of_token = tensor.strides[0], tensor.strides[dim]
     if kernel_blocks > 1:
         inner = [each for each in inner if each != (kernel_blocks, of_kernel)]
     outer = [each for each in inner if each[1] > of_token]
@@ -172,7 +172,7 @@ def _in_unsplit_order(
 
     Unchanged if there is one kernel block per block, or if `token_dim` is None.
     """
-    kernel_blocks, kernel_stride = tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim]
+    kernel_blocks, kernel_stride = tensor.shape[0] // num_blocks, tensor.strides[0]
     if kernel_blocks == 1 or layer.token_dim is None:
         return inner
     split = (kernel_blocks, kernel_stride)
@@ -185,16 +185,12 @@ def _in_unsplit_order(
 def _dims_of_block(layer: LayerLayout, tensor: Strides, num_blocks: int) -> tuple[list[tuple[int, int]], int]:
     """(size, stride) of the dimensions within a block, outermost first, and the stride of blocks; in elements."""
     dims = list(zip(tensor.shape, tensor.strides, strict=True))
-    blocks = tensor.shape[layer.block_dim] if 0 <= layer.block_dim < len(dims) else 0
-    if len(dims) < 2 or blocks == 0 or blocks % num_blocks:
-        others = [i for i, size in enumerate(tensor.shape) if size and size % num_blocks == 0]
-        hint = f"; block_dim could be {' or '.join(map(str, others))}" if others else ""
+    if len(dims) < 2 or dims[0][0] == 0 or dims[0][0] % num_blocks:
         raise LayoutError(
-            f"{layer.name}: expected {num_blocks} blocks or a multiple of them in dimension {layer.block_dim}, "
-            f"got {tensor.shape}{hint}"
+            f"{layer.name}: expected {num_blocks} blocks or a multiple of them in dimension 0, got {tensor.shape}"
         )
-    kernel_blocks, kernel_stride = blocks // num_blocks, dims.pop(layer.block_dim)[1]
-    dims.insert(0, (kernel_blocks, kernel_stride))
+    kernel_blocks, kernel_stride = dims[0][0] // num_blocks, dims[0][1]
+    dims[0] = (kernel_blocks, kernel_stride)
     inner = sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1])
     block_stride = kernel_blocks * kernel_stride
     if num_blocks == 1:

@@ -76,18 +76,17 @@ class View(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Dashboard panel of a metric. Metrics with the same section and title share a panel.
+    """Dashboard panel of a metric, with a series for each model, engine and value of its labels. Metrics with the same
+    section and title share a panel.
 
     Args:
         section: row of the dashboard.
         title: title of the panel.
-        by: labels to show as separate series, besides model and engine. None: all labels of the metric.
         view: None: rate of a counter, value of a gauge, quantiles of a histogram.
     """
 
     section: Section
     title: str
-    by: tuple[str, ...] | None = None
     view: View | None = None
 
 
@@ -132,16 +131,8 @@ class Metric:
                 raise MetricsError(f"{self.name}.{label.name}", "different values, at least one", label.values)
         if self.kind is Kind.COUNTER and not self.name.endswith("_total"):
             raise MetricsError(self.name, "a counter's name to end in _total", self.name)
-        self._check_panel()
-
-    def _check_panel(self) -> None:
-        if self.panel is None:
-            return
-        if self.panel.view is not None and self.panel.view not in _VIEWS[self.kind]:
-            raise MetricsError(f"{self.name}.panel", f"a view of a {self.kind}", str(self.panel.view))
-        for label in self.panel.by or ():
-            if label not in self.label_names:
-                raise MetricsError(f"{self.name}.panel", f"labels among {list(self.label_names)}", label)
+        if self.view not in _VIEWS[self.kind]:
+            raise MetricsError(f"{self.name}.panel", f"a view of a {self.kind}", str(self.view))
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -152,12 +143,6 @@ class Metric:
         """View of the metric's panel."""
         chosen = self.panel.view if self.panel is not None else None
         return chosen or _VIEWS[self.kind][0]
-
-    @property
-    def shown_labels(self) -> tuple[str, ...]:
-        """Labels that the metric's panel shows as separate series."""
-        by = self.panel.by if self.panel is not None else None
-        return self.label_names if by is None else by
 
     @property
     def series_labels(self) -> tuple[Label, ...] | None:

@@ -38,27 +38,6 @@ def resume_start(group: GroupSpec, num_tokens: int) -> int:
     return num_tokens - 1 if kind is _RECURRENT else num_tokens
 
 
-def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenSpan, ...]:
-    """Token spans that a group must hold so that a request can resume at `num_tokens`.
-
-    For a RECURRENT group this is the last token: the group needs the state after it.
-
-    Args:
-        spec: the model's groups.
-        group_index: index of the group.
-        num_tokens: the boundary, 0 or more.
-
-    Raises:
-        ValueError: `group_index` is out of range, or `num_tokens` is negative.
-    """
-    if not 0 <= group_index < len(spec.groups):
-        raise ValueError(f"group_index must be one of {len(spec.groups)} groups, from 0, got {group_index}")
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-    start = resume_start(spec.groups[group_index], num_tokens)
-    return (TokenSpan(start, num_tokens),) if start < num_tokens else ()
-
-
 def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
     """Tokens of a group that are stored for the chunk or tail that ends at `end_token`; may be empty.
 

@@ -23,8 +23,7 @@ TOKEN_DIM = 2
 def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout]) -> tuple[LayerLayout, ...]:
     """The same layers, with `token_dim` set for tensors in the shape of vLLM's views of attention layers."""
     return tuple(
-        layer._replace(token_dim=TOKEN_DIM) if has_token_dim(kv_caches.get(layer.name), layer) else layer
-        for layer in layers
+        layer._replace(token_dim=TOKEN_DIM) if has_token_dim(kv_caches.get(layer.name)) else layer for layer in layers
     )
 
 
@@ -43,10 +42,10 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
     """
     for layer in layers:
         cache = kv_caches[layer.name]
-        if not isinstance(cache, torch.Tensor) or cache.shape[layer.block_dim] <= num_blocks:
+        if not isinstance(cache, torch.Tensor) or cache.shape[0] <= num_blocks:
             continue
         # In (blocks, tokens, content), tokens are outermost in a block, so a split does not change the order.
-        if layer.token_dim is None and (cache.dim() != 3 or layer.block_dim != 0):
+        if layer.token_dim is None and cache.dim() != 3:
             raise ConfigurationError(
                 "block_size",
                 "an engine with one order of bytes in its blocks",
@@ -57,6 +56,6 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
             )
 
 
-def has_token_dim(cache: KVCache | None, layer: LayerLayout) -> bool:
+def has_token_dim(cache: KVCache | None) -> bool:
     """Whether a layer's tensor has the shape of vLLM's views of attention layers."""
-    return isinstance(cache, torch.Tensor) and cache.dim() == 4 and layer.block_dim == 0
+    return isinstance(cache, torch.Tensor) and cache.dim() == 4

@@ -239,7 +239,7 @@ def layer_parts(
         return _state_parts(layer, cache, order.state, num_blocks, locate)
     if not order.heads_addressable:
         return None
-    if not page_order.has_token_dim(cache, layer) or cache.shape[HEAD_DIM] != order.num_heads:
+    if not page_order.has_token_dim(cache) or cache.shape[HEAD_DIM] != order.num_heads:
         return None
     if cache.shape[BLOCK_DIM] * cache.shape[TOKEN_DIM] != num_blocks * order.block_tokens:
         return None
