@@ -10,7 +10,7 @@ from typing import Any
 
 import patience
 import pytest
-from object_depots import depot_at, manifests, packs, patient
+from object_depots import TIMEOUT_S, depot_at, manifests, packs, patient
 from object_engines import Engine, chunks_of, last_is_named, path_of
 
 from hybridkv.planner import LookupResult
@@ -33,7 +33,7 @@ class Fleet:
         self._engines: list[Engine] = []
 
     def start(self, **chosen: Any) -> Engine:
-        options = patient(**{"found_s": FOUND_S, "missing_s": 1e-6} | chosen)
+        options = patient(**{"found_s": FOUND_S, "missing_s": 1e-6, "check_timeout_s": TIMEOUT_S} | chosen)
         engine = Engine(depot_at(self._directory), options=options, clock=lambda: time.monotonic() + self._ahead_s)
         self._engines.append(engine)
         return engine
@@ -147,4 +147,34 @@ def test_a_manifest_of_a_missing_pack_is_replaced_by_an_engine_that_never_read_i
     shutil.rmtree(lost.parent)
     store(second, chunks)
     second.close()
+    assert fleet.restores(chunks)
+
+
+@pytest.mark.parametrize("is_swept", [True, False], ids=["swept", "kept"])
+def test_a_prefix_in_host_memory_is_stored_again_after_the_store_lost_it(
+    tmp_path: Path, fleet: Fleet, is_swept: bool
+) -> None:
+    """No request looks the prefix up in the store, because all find it in host memory."""
+    chunks = prefix_of_chunks(chunks_of(PATH))
+    engine = fleet.start()
+    store(engine, chunks)
+    is_named(tmp_path, PREFIX)
+    before = packs(tmp_path)
+    fleet.expire()
+    if is_swept:
+        sweep_all(tmp_path)
+    extends = [tuple(PREFIX[max(0, at - 1) : at]) for at in range(12)]
+    engine.stack.touch(PREFIX[::-1], extends[::-1])
+    for key, extended in zip(PREFIX, extends, strict=True):
+        if engine.stack.missing_in_cascading(key):
+            engine.stack.cascade(key, extended)
+
+    def is_held() -> bool:
+        engine.step()
+        return all(engine.index.lookup(key) is HIT for key in PREFIX)
+
+    patience.wait_until(is_held, "the prefix is found or stored")
+    engine.run()
+    assert (packs(tmp_path) == before) is not is_swept
+    is_named(tmp_path, PREFIX)
     assert fleet.restores(chunks)
