@@ -178,3 +178,22 @@ def test_a_prefix_in_host_memory_is_stored_again_after_the_store_lost_it(
     assert (packs(tmp_path) == before) is not is_swept
     is_named(tmp_path, PREFIX)
     assert fleet.restores(chunks)
+
+
+def test_longer_manifests_are_replaced_after_an_engine_stores_its_own_lost_chunks_again(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    chunks = chunks_of(PATH)
+    engine = fleet.start()
+    store(engine, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    [lost] = packs(tmp_path)
+    store(engine, chunks, 12)
+    is_named(tmp_path, PATH)
+    shutil.rmtree(lost.parent)
+    forget(engine, PATH)
+    assert engine.load(PATH) is None
+    forget(engine, PATH)
+    store(engine, prefix_of_chunks(chunks))
+    engine.close()
+    assert fleet.restores(chunks)

@@ -8,7 +8,7 @@ complete one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
@@ -119,6 +119,27 @@ class Paths:
             if is_manifest_point(last, manifest_every):
                 ends.append(last)
         return ends
+
+    def manifest_prefixes_through(self, prefixes: Set[bytes], manifest_every: int) -> list[bytes]:
+        """Manifest points and ends of all known paths that contain one of these prefixes, from the prefix on. Walks
+        through all known prefixes once."""
+        contains: dict[bytes, bool] = {}
+        for prefix in self._steps:
+            walked: list[bytes] = []
+            at: bytes | None = prefix
+            while at and at not in contains:
+                contains[at] = at in prefixes
+                walked.append(at)
+                step = self._steps.get(at)
+                at = None if contains[at] or step is None else step.before
+            if (at and contains[at]) or (walked and contains[walked[-1]]):
+                contains.update(dict.fromkeys(walked, True))
+        followed = {step.before for step in self._steps.values()}
+        return [
+            prefix
+            for prefix in self._steps
+            if contains[prefix] and (prefix not in followed or is_manifest_point(prefix, manifest_every))
+        ]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -59,6 +59,8 @@ class ManifestWriter:
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths to write a manifest for: an earlier part is unknown, the write failed, or the manifest lists a
         bad place. The oldest first."""
+        self._lost: dict[bytes, None] = {}
+        """Prefixes of lost chunks that this engine stored. Their manifests are replaced after the next store."""
         self.num_duplicates = 0
         """Number of chunks that this engine stored although another engine had stored them, since the start."""
 
@@ -76,7 +78,13 @@ class ManifestWriter:
         self._reader.packs.seen(packs)
         self._renewer.on_stored(packs)
         own = {each.key: each.place.pack for each in stored}
-        ends = self._paths.manifest_prefixes(self._paths.add(stored), MANIFEST_EVERY)
+        prefixes = self._paths.add(stored)
+        ends = self._paths.manifest_prefixes(prefixes, MANIFEST_EVERY)
+        if again := self._lost.keys() & set(prefixes):
+            for prefix in again:
+                del self._lost[prefix]
+            through = self._paths.manifest_prefixes_through(again, MANIFEST_EVERY)
+            self._unpublished.update(dict.fromkeys(prefix for prefix in through if prefix not in ends))
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
             path = self._paths.up_to(prefix)
@@ -90,8 +98,12 @@ class ManifestWriter:
     def retract(self, key: Key, place: PackPlace) -> None:
         """Stop offering a place. Manifests that list it are replaced when the chunk is stored again."""
         self._reader.distrust_place(place.pack, place.offset)
+        self._reader.packs.forget([place.pack])
         self._paths.forget(key, place.pack)
         if not place.source:
+            self._lost[prefix_of(key)] = None
+            if len(self._lost) > MAX_UNPUBLISHED:
+                del self._lost[next(iter(self._lost))]
             return
         for end in self._paths.manifest_prefixes_between(prefix_of(key), place.source, MANIFEST_EVERY):
             self._unpublished[end] = None
@@ -100,6 +112,7 @@ class ManifestWriter:
         """Forget all paths."""
         self._paths.clear()
         self._unpublished.clear()
+        self._lost.clear()
 
     async def _put(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> None:
         """Write a manifest, if the packs of its path exist. An existing manifest is kept, unless it is worse
