@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import patience
@@ -31,13 +32,12 @@ class Engine:
         num_ranks: int = 1,
         options: ObjectOptions | None = None,
         slower: SecondaryTierOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or patient()
-        self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, time.monotonic)
+        self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, clock)
         self.primary = RamIndex(1 << 24, 4096)
-        self.stack = TierStack(
-            self.primary, [SecondaryTier("object", self.index, slower or PATIENT)], num_ranks, time.monotonic
-        )
+        self.stack = TierStack(self.primary, [SecondaryTier("object", self.index, slower or PATIENT)], num_ranks, clock)
         self.arenas = [RamArena(1 << 24, 4096) for _ in range(num_ranks)]
         self.media = [open_medium(depot, rank, options) for rank in range(num_ranks)]
         self.movers = [

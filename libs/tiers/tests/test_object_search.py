@@ -204,6 +204,16 @@ def test_manifest_points_and_the_last_end_follow_a_bad_part() -> None:
     assert paths.manifest_prefixes_between(prefix(5), prefix(99), 4) == [prefix(99)]
 
 
+def test_a_lost_prefix_is_in_the_manifests_of_all_paths_through_it() -> None:
+    paths = Paths(1000)
+    paths.add(path_of_two_groups(0, 10, "p"))
+    paths.add([stored(FULL, 50, "q", [FULL + prefix(7)]), stored(FULL, 60, "q", [FULL + prefix(2)])])
+    every = 1 << 62
+    assert set(paths.manifest_prefixes_through({prefix(5)}, every)) - {prefix(0)} == {prefix(9), prefix(50)}
+    assert set(paths.manifest_prefixes_through({prefix(5)}, 1)) == {*map(prefix, range(5, 10)), prefix(50)}
+    assert paths.manifest_prefixes_through({prefix(99)}, 1) == []
+
+
 def test_parts_count_towards_the_limit_like_prefixes() -> None:
     paths = Paths(30)
     paths.learn(learned(10))

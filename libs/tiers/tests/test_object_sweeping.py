@@ -136,6 +136,29 @@ def test_objects_with_equal_times_are_deleted_together(depot: Path) -> None:
     assert found(depot, *newer) == NUM_KEYS
 
 
+@pytest.mark.parametrize("older_rank", [0, 1])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["deleted now", "deleted before"])
+def test_a_manifest_goes_with_the_object_of_any_rank(depot: Path, older_rank: int, is_whole: bool) -> None:
+    """The age limit lies between the objects of two ranks. The other rank's object is unlisted then."""
+    keys = path_of(NUM_KEYS)
+    engine = Engine(depot_at(depot), 2, OPTIONS)
+    engine.store(keys, chunks_of(keys))
+    engine.close()
+    at_s = time.time() - 5000.0
+    for path in manifests(depot):
+        os.utime(path, (at_s + 1.0, at_s + 1.0))
+    for path in packs(depot):
+        os.utime(path, (at_s, at_s) if path.name == str(older_rank) else (at_s + 0.01, at_s + 0.01))
+    if is_whole:
+        sweep(depot, capacity_bytes=total_bytes(depot) - 1)
+    else:
+        for path in packs(depot):
+            if path.name == str(older_rank):
+                path.unlink()
+        sweep(depot)
+    assert not packs(depot) and not manifests(depot)
+
+
 def test_paths_unused_for_long_are_deleted(depot: Path) -> None:
     old, new = stored(depot, b"a", 50 * HOUR_S), stored(depot, b"b", 2 * HOUR_S)
     sweep(depot, unused_s=24 * HOUR_S)

@@ -119,7 +119,12 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         keys = list(keys)
         super().touch(keys, extends)
         if extends:
-            self._checks.announce(keys[::-1])
+            path = keys[::-1]
+            self._checks.announce(path)
+            self._poll_events()
+            if not self._expired.keys().isdisjoint(path):
+                # No request looks these chunks up while host memory has them, and the store may have lost them.
+                self.prepare_stores([key for key in path if key in self._expired])
         if self._is_kept_alive and keys:
             self._client.use(keys)
 

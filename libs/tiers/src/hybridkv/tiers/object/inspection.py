@@ -18,7 +18,7 @@ from hybridkv.tiers.object.format.manifest import is_sealed, packs_of
 from hybridkv.tiers.object.format.record import HEADER_BYTES, PartPlace, check_seal, parse_header
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.medium import RangeStream
-from hybridkv.tiers.object.names import ObjectKind, namespace_of, parse_name
+from hybridkv.tiers.object.names import ObjectKind, namespace_of, parse_name, rank_names
 from hybridkv.tiers.object.store import describe
 from hybridkv.tiers.object.sweeping import MAX_MANIFEST_BYTES
 
@@ -262,8 +262,8 @@ class ObjectVerifier:
         data = b""
         if size <= MAX_MANIFEST_BYTES:
             data = b"".join(map(bytes, self._store.get(name).stream()))
-        packs = packs_of(data)
-        if packs is None:
+        listed = packs_of(data)
+        if listed is None:
             self._damaged(name, -1, Failure(FailureReason.CHECKSUM, "it cannot be decoded"))
             return
         if not is_sealed(self._seals, name, data):
@@ -271,9 +271,10 @@ class ObjectVerifier:
                 self._damaged(name, -1, Failure(FailureReason.CHECKSUM, "it has another seal"))
                 return
             report.num_other_secret += 1
-        for pack in packs:
+        for pack in listed.packs:
             try:
-                self._store.head(f"{pack}/0")
+                for part in rank_names(pack, listed.world_size):
+                    self._store.head(part)
             except FileNotFoundError:
                 report.num_incomplete += 1
                 self._add_damage(ObjectDamage(name, -1, FailureReason.MISSING, f"{pack} is gone"))

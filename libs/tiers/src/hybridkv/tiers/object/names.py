@@ -27,6 +27,9 @@ MANIFEST_EVERY = 8
 """Average number of prefixes for one manifest point, see `is_manifest_point`. Equal in all engines of a fleet, because
 the name of the cache depends on it."""
 
+MAX_RANKS = 1024
+"""Limit of the ranks whose objects are checked."""
+
 
 def cache_name(secret: bytes, fingerprint: bytes, manifest_every: int) -> str:
     """Name of a cache: the same in all its epochs.
@@ -74,6 +77,11 @@ def pack_name(namespace: str, pack: str) -> str:
 def rank_name(pack: str, rank: int) -> str:
     """Name of one rank's object of a pack."""
     return f"{pack}/{rank}"
+
+
+def rank_names(pack: str, world_size: int) -> list[str]:
+    """Names of all ranks' objects of a pack. At most `MAX_RANKS`: a manifest that lists the pack may be crafted."""
+    return [rank_name(pack, rank) for rank in range(min(max(1, world_size), MAX_RANKS))]
 
 
 def manifest_name(namespace: str, prefix: bytes) -> str:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hybridkv.tiers.object.directory_store import DirectoryStore
-from hybridkv.tiers.object.format.manifest import packs_of
-from hybridkv.tiers.object.names import ObjectKind, parse_name
+from hybridkv.tiers.object.format.manifest import ListedPacks, packs_of
+from hybridkv.tiers.object.names import ObjectKind, parse_name, rank_names
 from hybridkv.tiers.object.store import describe
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Sweep:
             if kind in (ObjectKind.PACK, ObjectKind.MANIFEST):
                 sizes[_bucket(age_s)] = sizes.get(_bucket(age_s), 0) + meta["size"]
                 if pack and present is not None:
-                    present.add(pack)
+                    present.add(meta["path"])
             elif rules.with_leftovers and age_s > GRACE_S and kind is not ObjectKind.EPOCH:
                 is_file = kind is ObjectKind.TEMPORARY
                 self._delete(meta, SweepReason.TEMPORARY if is_file else SweepReason.SHORT_LIVED)
@@ -297,15 +297,19 @@ class Sweep:
         Raises:
             Exception: (obstore or the system) the manifest, or one of its packs, cannot be read now.
         """
-        packs = self._packs_of(meta["path"], owner)
+        listed = self._packs_of(meta["path"], owner)
         is_leftover = present is not None and self._age_s(meta) > GRACE_S
-        if packs is None:
+        if listed is None:
             return SweepReason.UNREADABLE if is_leftover else None, []
-        if kept_from_s and any(self._is_deleted_by_age(pack, kept_from_s) for pack in packs):
+        if kept_from_s and any(self._is_deleted_by_age(name, kept_from_s) for name in _objects_of(listed)):
             return SweepReason.LEAST_RECENTLY_USED, []
-        if is_leftover and present is not None and any(pack not in present and self._is_gone(pack) for pack in packs):
+        if (
+            is_leftover
+            and present is not None
+            and any(name not in present and self._is_gone(name) for name in _objects_of(listed))
+        ):
             return SweepReason.BROKEN, []
-        return None, packs
+        return None, listed.packs
 
     def _num_left_out(self) -> int:
         return self._store.num_left_out if isinstance(self._store, DirectoryStore) else 0
@@ -322,7 +326,7 @@ class Sweep:
             elif listed is not None and self._age_s(meta) > GRACE_S and pack not in listed:
                 self._delete(meta, SweepReason.UNLISTED)
 
-    def _packs_of(self, name: str, owner: str) -> Sequence[str] | None:
+    def _packs_of(self, name: str, owner: str) -> ListedPacks | None:
         """Packs of its own namespace that a manifest lists. None if it is too large, or cannot be decoded in two reads:
         then no engine can read it.
 
@@ -334,21 +338,21 @@ class Sweep:
             found = self._store.get(name)
             if found.meta["size"] > MAX_MANIFEST_BYTES:
                 return None
-            packs = packs_of(b"".join(map(bytes, found.stream())))
-            if packs is not None:
-                return [pack for pack in packs if pack.startswith(f"{owner}/")]
+            listed = packs_of(b"".join(map(bytes, found.stream())))
+            if listed is not None:
+                return listed._replace(packs=[pack for pack in listed.packs if pack.startswith(f"{owner}/")])
         return None
 
-    def _is_deleted_by_age(self, pack: str, kept_from_s: float) -> bool:
-        """True if a pack is gone, or is deleted because of its age. Checks rank 0, which every pack has."""
+    def _is_deleted_by_age(self, name: str, kept_from_s: float) -> bool:
+        """True if an object of a pack is gone, or is deleted because of its age."""
         try:
-            return self._store.head(f"{pack}/0")["last_modified"].timestamp() < kept_from_s
+            return self._store.head(name)["last_modified"].timestamp() < kept_from_s
         except FileNotFoundError:
             return True
 
-    def _is_gone(self, pack: str) -> bool:
+    def _is_gone(self, name: str) -> bool:
         try:
-            self._store.head(f"{pack}/0")
+            self._store.head(name)
         except FileNotFoundError:
             return True
         return False
@@ -378,6 +382,12 @@ class Sweep:
                 except Exception as error:
                     logger.debug("%s could not be deleted: %s", path, describe(error))
                     self._report.num_failed += 1
+
+
+def _objects_of(listed: ListedPacks) -> Iterator[str]:
+    """Names of the packs' objects of all ranks."""
+    for pack in listed.packs:
+        yield from rank_names(pack, listed.world_size)
 
 
 @contextlib.contextmanager

@@ -152,7 +152,19 @@ def is_of_another_version(data: bytes) -> bool:
     return False
 
 
-def packs_of(data: bytes) -> list[str] | None:
+class ListedPacks(NamedTuple):
+    """Packs that a manifest lists.
+
+    Args:
+        packs: names, without the rank.
+        world_size: number of ranks with an object in each pack, unchecked.
+    """
+
+    packs: list[str]
+    world_size: int
+
+
+def packs_of(data: bytes) -> ListedPacks | None:
     """Packs that a manifest lists, without a check of its seal. None if it cannot be decoded.
 
     Raises:
@@ -163,6 +175,7 @@ def packs_of(data: bytes) -> list[str] | None:
         version = _any_version_decoder.decode(body).version
         if version != VERSION:
             raise ManifestVersionError(f"version {version}, expected {VERSION}")
-        return _decoder.decode(body).packs
+        found = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return None
+    return ListedPacks(found.packs, found.world_size)

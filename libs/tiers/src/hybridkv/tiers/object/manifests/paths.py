@@ -8,7 +8,7 @@ complete one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
@@ -63,20 +63,19 @@ class Paths:
         return list(ended)
 
     def learn(self, path: Iterable[ManifestNode], is_bad: Callable[[ManifestPart], bool] = lambda part: False) -> None:
-        """Add the path of a manifest. A bad part counts as missing: no manifest includes the part or a later prefix
-        until the part is stored again."""
+        """Add the path of a manifest. Its places replace known places: older packs may be deleted. A bad part is not
+        added. If no other place of the part is known, the part counts as missing: no manifest includes the part or a
+        later prefix until the part is stored again."""
         before = _BEGINNING
         for node in path:
             step = self._step(node.prefix)
             step.before = before
             step.is_learned = True
             for part in node.parts:
-                if part.tag in step.parts:
-                    continue
-                if is_bad(part):
-                    step.needed_tags |= {part.tag}
-                else:
+                if not is_bad(part):
                     self._put(step, part)
+                elif part.tag not in step.parts:
+                    step.needed_tags |= {part.tag}
             before = node.prefix
 
     def manifest_prefixes(self, prefixes: Sequence[bytes], manifest_every: int) -> list[bytes]:
@@ -86,7 +85,8 @@ class Paths:
 
     def up_to(self, prefix: bytes) -> list[ManifestNode] | None:
         """The stored chunks of a path, from its beginning to this prefix. None if a prefix of the path or a
-        needed part is unknown: a manifest with a gap would block a complete one."""
+        needed part is unknown: a manifest with a gap would block a complete one. None if no chunk ends at the
+        prefix."""
         path: list[ManifestNode] = []
         seen: set[bytes] = set()
         while prefix != _BEGINNING:
@@ -96,7 +96,7 @@ class Paths:
             seen.add(prefix)
             path.append(ManifestNode(prefix, list(step.parts.values())))
             prefix = step.before
-        return path[::-1]
+        return path[::-1] if path and path[0].parts else None
 
     def forget(self, key: Key, pack: str) -> None:
         """Remove a chunk if its place is in this pack, where its bytes are missing or wrong."""
@@ -119,6 +119,27 @@ class Paths:
             if is_manifest_point(last, manifest_every):
                 ends.append(last)
         return ends
+
+    def manifest_prefixes_through(self, prefixes: Set[bytes], manifest_every: int) -> list[bytes]:
+        """Manifest points and ends of all known paths that contain one of these prefixes, from the prefix on. Walks
+        through all known prefixes once."""
+        contains: dict[bytes, bool] = {}
+        for prefix in self._steps:
+            walked: list[bytes] = []
+            at: bytes | None = prefix
+            while at and at not in contains:
+                contains[at] = at in prefixes
+                walked.append(at)
+                step = self._steps.get(at)
+                at = None if contains[at] or step is None else step.before
+            if (at and contains[at]) or (walked and contains[walked[-1]]):
+                contains.update(dict.fromkeys(walked, True))
+        followed = {step.before for step in self._steps.values()}
+        return [
+            prefix
+            for prefix in self._steps
+            if contains[prefix] and (prefix not in followed or is_manifest_point(prefix, manifest_every))
+        ]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from hybridkv.tiers.contract import Key
 from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart, decode_manifest, is_sealed
 from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.manifests.pack_checks import PackChecks
 from hybridkv.tiers.object.options import ObjectOptions
 
 if TYPE_CHECKING:
@@ -109,6 +111,10 @@ class ManifestReader:
         self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(MAX_REQUESTS)
         """Limits concurrent reads and writes of manifests."""
+        lives = [options.found_s]
+        lives += [options.renewal_life_s / 4] if options.renewal_life_s is not None else []
+        self.packs = PackChecks(self._store, self._world_size, min(lives), clock)
+        """Checks packs before a manifest lists them."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """ETag of the version that is not read again, by object name. Empty if the store has no ETags; then the object
         is read again."""
@@ -128,6 +134,16 @@ class ManifestReader:
     def distrust_place(self, pack: str, offset: int) -> None:
         """Do not offer a place for a while: its bytes are wrong or missing."""
         self._bad_places.add((pack, offset), True)
+
+    def distrust_pack(self, path: Iterable[ManifestNode], pack: str) -> list[Key]:
+        """Do not offer the chunks of a path in a missing pack for a while. Returns their keys."""
+        keys = []
+        for node in path:
+            for part in node.parts:
+                if part.pack == pack:
+                    self.distrust_place(pack, part.offset)
+                    keys.append(part.tag + node.prefix)
+        return keys
 
     def is_bad(self, part: ManifestPart) -> bool:
         """True if a part is in a place that is not offered."""
@@ -193,4 +209,9 @@ def is_in(pack: str, namespace: str) -> bool:
 
 def is_all_in(path: Sequence[ManifestNode], namespace: str) -> bool:
     """True if a path lists only packs of this namespace."""
-    return all(is_in(pack, namespace) for pack in {part.pack for node in path for part in node.parts})
+    return all(is_in(pack, namespace) for pack in packs_in(path))
+
+
+def packs_in(path: Iterable[ManifestNode]) -> list[str]:
+    """Packs that a path lists, in order."""
+    return list(dict.fromkeys(part.pack for node in path for part in node.parts))

@@ -14,7 +14,7 @@ from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, encod
 from hybridkv.tiers.object.manifests.epochs import EpochTracker
 from hybridkv.tiers.object.manifests.loop import StoreLoop
 from hybridkv.tiers.object.manifests.paths import MAX_NODES, Paths
-from hybridkv.tiers.object.manifests.reader import ManifestReader, StoredCache, is_all_in, is_in
+from hybridkv.tiers.object.manifests.reader import ManifestReader, StoredCache, is_all_in, is_in, packs_in
 from hybridkv.tiers.object.manifests.renewer import ManifestRenewer
 from hybridkv.tiers.object.names import MANIFEST_EVERY, manifest_name, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
@@ -59,6 +59,8 @@ class ManifestWriter:
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths to write a manifest for: an earlier part is unknown, the write failed, or the manifest lists a
         bad place. The oldest first."""
+        self._lost: dict[bytes, None] = {}
+        """Prefixes of lost chunks that this engine stored. Their manifests are replaced after the next store."""
         self.num_duplicates = 0
         """Number of chunks that this engine stored although another engine had stored them, since the start."""
 
@@ -72,9 +74,17 @@ class ManifestWriter:
         if namespace is None:
             return
         stored = [each for each in stored if is_in(each.place.pack, namespace)]
-        self._renewer.on_stored({each.place.pack for each in stored})
+        packs = {each.place.pack for each in stored}
+        self._reader.packs.seen(packs)
+        self._renewer.on_stored(packs)
         own = {each.key: each.place.pack for each in stored}
-        ends = self._paths.manifest_prefixes(self._paths.add(stored), MANIFEST_EVERY)
+        prefixes = self._paths.add(stored)
+        ends = self._paths.manifest_prefixes(prefixes, MANIFEST_EVERY)
+        if again := self._lost.keys() & set(prefixes):
+            for prefix in again:
+                del self._lost[prefix]
+            through = self._paths.manifest_prefixes_through(again, MANIFEST_EVERY)
+            self._unpublished.update(dict.fromkeys(prefix for prefix in through if prefix not in ends))
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
             path = self._paths.up_to(prefix)
@@ -88,8 +98,12 @@ class ManifestWriter:
     def retract(self, key: Key, place: PackPlace) -> None:
         """Stop offering a place. Manifests that list it are replaced when the chunk is stored again."""
         self._reader.distrust_place(place.pack, place.offset)
+        self._reader.packs.forget([place.pack])
         self._paths.forget(key, place.pack)
         if not place.source:
+            self._lost[prefix_of(key)] = None
+            if len(self._lost) > MAX_UNPUBLISHED:
+                del self._lost[next(iter(self._lost))]
             return
         for end in self._paths.manifest_prefixes_between(prefix_of(key), place.source, MANIFEST_EVERY):
             self._unpublished[end] = None
@@ -98,9 +112,11 @@ class ManifestWriter:
         """Forget all paths."""
         self._paths.clear()
         self._unpublished.clear()
+        self._lost.clear()
 
     async def _put(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> None:
-        """Write a manifest. An existing manifest is kept, unless it is worse (`_is_worse`).
+        """Write a manifest, if the packs of its path exist. An existing manifest is kept, unless it is worse
+        (`_is_worse`).
 
         Args:
             prefix: the last prefix of the path.
@@ -115,6 +131,9 @@ class ManifestWriter:
             logger.debug("a path of %d prefixes is too long for a manifest", len(path))
             return
         try:
+            if await self._missing(path, packs_in(path)):
+                self._unpublished[prefix] = None  # until the missing chunks are stored again
+                return
             try:
                 async with self._reader.requests:
                     await self._store.put_async(name, data, mode="create", use_multipart=False)
@@ -132,7 +151,8 @@ class ManifestWriter:
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
         """True if this path should replace the existing manifest: the manifest is invalid; or it lists no chunk that
-        this path lacks, and lists a bad place or fewer chunks. A manifest of another version is kept.
+        this path lacks, and lists a bad place or fewer chunks. A chunk in a missing pack counts as not listed. A
+        manifest of another version is kept.
 
         Counts the chunks of `own` that another engine had stored, and removes them from `own`.
         """
@@ -142,6 +162,11 @@ class ManifestWriter:
             return body is None or not is_of_another_version(body.data or b"")
         listed = {(node.prefix, part.tag) for node in path for part in node.parts}
         standing_listed = {(node.prefix, part.tag) for node in standing for part in node.parts}
+        if not standing_listed < listed:  # else it is replaced anyway
+            missing = await self._missing(standing, set(packs_in(standing)) - set(packs_in(path)))
+            standing_listed = {
+                (node.prefix, part.tag) for node in standing for part in node.parts if part.pack not in missing
+            }
         if any(self._reader.is_bad(part) for node in standing for part in node.parts):
             return standing_listed <= listed
         for node in standing:
@@ -150,3 +175,11 @@ class ManifestWriter:
                     del own[part.tag + node.prefix]
                     self.num_duplicates += 1
         return standing_listed < listed
+
+    async def _missing(self, path: Sequence[ManifestNode], packs: Iterable[str]) -> set[str]:
+        """Those of these packs that are missing. Stops offering the chunks of the path in them."""
+        missing = await self._reader.packs.missing(packs)
+        for pack in missing:
+            for key in self._reader.distrust_pack(path, pack):
+                self._paths.forget(key, pack)
+        return missing

@@ -1,0 +1,98 @@
+"""Pack checks: a manifest is a claim of its writer, and sweeps delete packs. So the packs of a path are checked before
+a manifest lists them.
+
+Only the existence of the objects is checked. Loads check the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from hybridkv.tiers.object.names import rank_name
+from hybridkv.tiers.object.store import describe
+
+if TYPE_CHECKING:
+    from hybridkv.tiers.object.store import Store
+
+logger = logging.getLogger(__name__)
+
+MAX_CHECKING = 16
+"""Limit of concurrent requests of checks. Lookups do not wait for them."""
+MAX_CHECKED = 256
+"""Limit of packs that one check reads. Further packs count as present."""
+MAX_SEEN = 65_536
+"""Limit of remembered packs."""
+_ATTEMPTS = 2
+"""A pack is missing after this number of reads: a recovering store may miss an object once."""
+
+
+class PackChecks:
+    """Checks of packs, on one event loop. A pack that was stored or seen counts as present for a while.
+
+    Args:
+        store: the store.
+        world_size: number of ranks with an object in each pack.
+        lasts_s: seconds for which a pack counts as present after it was stored or seen.
+        clock: seconds.
+    """
+
+    def __init__(self, store: Store, world_size: int, lasts_s: float, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._world_size = world_size
+        self._room = asyncio.Semaphore(MAX_CHECKING)
+        self._lasts_s = lasts_s
+        self._clock = clock
+        self._seen_s: OrderedDict[str, float] = OrderedDict()
+        """Time at which each pack was stored or seen, the earliest first."""
+
+    def seen(self, packs: Iterable[str]) -> None:
+        """Record packs that were stored or seen now."""
+        now_s = self._clock()
+        for pack in packs:
+            self._seen_s[pack] = now_s
+            self._seen_s.move_to_end(pack)
+        while len(self._seen_s) > MAX_SEEN:
+            self._seen_s.popitem(last=False)
+
+    def forget(self, packs: Iterable[str]) -> None:
+        """Forget when these packs were stored or seen: they are checked the next time."""
+        for pack in packs:
+            self._seen_s.pop(pack, None)
+
+    async def missing(self, packs: Iterable[str]) -> set[str]:
+        """Those of the packs that have no object of some rank. A pack that cannot be read now counts as present."""
+        checked = list(islice((pack for pack in dict.fromkeys(packs) if not self._was_seen(pack)), MAX_CHECKED))
+        answers = await asyncio.gather(*map(self._is_missing, checked))
+        return {pack for pack, is_missing in zip(checked, answers, strict=True) if is_missing}
+
+    def _was_seen(self, pack: str) -> bool:
+        seen_s = self._seen_s.get(pack)
+        return seen_s is not None and self._clock() - seen_s < self._lasts_s
+
+    async def _is_missing(self, pack: str) -> bool:
+        async with self._room:
+            if self._was_seen(pack):
+                return False  # by a check of another manifest
+            try:
+                for rank in range(self._world_size):
+                    if not await self._has_object(rank_name(pack, rank)):
+                        return True
+            except Exception as error:
+                logger.debug("a pack could not be checked: %s", describe(error))
+            else:
+                self.seen([pack])
+            return False
+
+    async def _has_object(self, name: str) -> bool:
+        for _ in range(_ATTEMPTS):
+            try:
+                await self._store.get_async(name, options={"range": (0, 1)})
+            except FileNotFoundError:
+                continue
+            return True
+        return False

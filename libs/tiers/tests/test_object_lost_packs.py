@@ -1,0 +1,199 @@
+"""Packs that a store has lost, by a sweep or by their age, while engines still know their places."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+from object_depots import TIMEOUT_S, depot_at, manifests, packs, patient
+from object_engines import Engine, chunks_of, last_is_named, path_of
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Slot
+from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.sweeping import Sweep, SweepRules
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+FOUND_S = 600.0
+PATH = path_of(16)
+PREFIX = PATH[:12]
+
+
+class Fleet:
+    """Engines of one store, with a clock that a test moves."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._ahead_s = 0.0
+        self._engines: list[Engine] = []
+
+    def start(self, **chosen: Any) -> Engine:
+        options = patient(**{"found_s": FOUND_S, "missing_s": 1e-6, "check_timeout_s": TIMEOUT_S} | chosen)
+        engine = Engine(depot_at(self._directory), options=options, clock=lambda: time.monotonic() + self._ahead_s)
+        self._engines.append(engine)
+        return engine
+
+    def expire(self) -> None:
+        """Let the known chunks of all engines expire."""
+        self._ahead_s += FOUND_S
+
+    def restores(self, chunks: dict[bytes, bytes]) -> bool:
+        """True if a new engine loads all chunks of the path at the first attempt."""
+        engine, keys = self.start(), list(chunks)
+        return engine.look_up(keys) == [HIT] * len(keys) and engine.load(keys) == list(chunks.values())
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.close()
+
+
+def store(engine: Engine, chunks: dict[bytes, bytes], first: int = 0) -> None:
+    """Store the chunks of the path from `first` on."""
+    for at, key in enumerate(PATH[: len(chunks)]):
+        if at < first:
+            continue
+        slot = engine.stack.reserve(key, len(chunks[key]))
+        assert isinstance(slot, Slot)
+        [arena] = engine.arenas
+        for view in arena.views(slot):
+            view[:] = chunks[key]
+        assert arena.seal_all([(key, slot)]) == [None]
+        engine.stack.commit(key, tuple(PATH[max(0, at - 1) : at]))
+    engine.run()
+
+
+def forget(engine: Engine, keys: list[bytes]) -> None:
+    """Drop chunks from host memory, as evictions do."""
+    for key in keys:
+        engine.primary.invalidate(key)
+
+
+def prefix_of_chunks(chunks: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    return {key: chunks[key] for key in PREFIX}
+
+
+def is_named(directory: Path, keys: list[bytes]) -> None:
+    patience.wait_until(lambda: last_is_named(directory, keys), "the manifest is written")
+
+
+def sweep_all(directory: Path) -> None:
+    """Delete all packs and manifests, as a sweep after a night without use."""
+    Sweep(DirectoryStore(str(directory), False), SweepRules(unused_s=4000.0, is_dry=False), time.time() + 5000.0).run()
+    assert not packs(directory) and not manifests(directory)
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["stored here", "read"])
+def test_a_new_manifest_lists_the_place_that_was_just_read(tmp_path: Path, fleet: Fleet, is_own: bool) -> None:
+    """The engine knows an older place, which was swept. Another engine has stored the prefix again."""
+    chunks = chunks_of(PATH)
+    first = fleet.start()
+    storing = first if is_own else fleet.start()
+    store(storing, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    if not is_own:
+        assert first.look_up(PREFIX) == [HIT] * 12
+    fleet.expire()
+    sweep_all(tmp_path)
+    store(fleet.start(), prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    forget(first, PREFIX)
+    assert first.look_up(PREFIX) == [HIT] * 12
+    assert first.load(PREFIX) == [chunks[key] for key in PREFIX]
+    store(first, chunks, 12)
+    is_named(tmp_path, PATH)
+    assert fleet.restores(chunks)
+
+
+def test_a_manifest_lists_no_pack_that_is_gone(tmp_path: Path, fleet: Fleet) -> None:
+    """The prefix is in host memory, and the store has lost it. The extension is stored."""
+    chunks = chunks_of(PATH)
+    first = fleet.start()
+    store(first, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    fleet.expire()
+    sweep_all(tmp_path)
+    store(first, chunks, 12)
+    second = fleet.start()
+    first.close()
+    assert second.look_up(PATH) == [MISS] * 16
+    store(second, chunks)
+    is_named(tmp_path, PATH)
+    assert fleet.restores(chunks)
+
+
+def test_a_manifest_of_a_missing_pack_is_replaced_by_an_engine_that_never_read_it(tmp_path: Path, fleet: Fleet) -> None:
+    """Its manifest points are gone too, so the lookup of the engine found no manifest."""
+    chunks = chunks_of(PATH)
+    first = fleet.start()
+    store(first, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    [lost] = packs(tmp_path)
+    store(first, chunks, 12)
+    is_named(tmp_path, PATH)
+    first.close()
+    second = fleet.start()
+    shutil.rmtree(lost.parent)
+    store(second, chunks)
+    second.close()
+    assert fleet.restores(chunks)
+
+
+@pytest.mark.parametrize("is_swept", [True, False], ids=["swept", "kept"])
+def test_a_prefix_in_host_memory_is_stored_again_after_the_store_lost_it(
+    tmp_path: Path, fleet: Fleet, is_swept: bool
+) -> None:
+    """No request looks the prefix up in the store, because all find it in host memory."""
+    chunks = prefix_of_chunks(chunks_of(PATH))
+    engine = fleet.start()
+    store(engine, chunks)
+    is_named(tmp_path, PREFIX)
+    before = packs(tmp_path)
+    fleet.expire()
+    if is_swept:
+        sweep_all(tmp_path)
+    extends = [tuple(PREFIX[max(0, at - 1) : at]) for at in range(12)]
+    engine.stack.touch(PREFIX[::-1], extends[::-1])
+    for key, extended in zip(PREFIX, extends, strict=True):
+        if engine.stack.missing_in_cascading(key):
+            engine.stack.cascade(key, extended)
+
+    def is_held() -> bool:
+        engine.step()
+        return all(engine.index.lookup(key) is HIT for key in PREFIX)
+
+    patience.wait_until(is_held, "the prefix is found or stored")
+    engine.run()
+    assert (packs(tmp_path) == before) is not is_swept
+    is_named(tmp_path, PREFIX)
+    assert fleet.restores(chunks)
+
+
+def test_longer_manifests_are_replaced_after_an_engine_stores_its_own_lost_chunks_again(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    chunks = chunks_of(PATH)
+    engine = fleet.start()
+    store(engine, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    [lost] = packs(tmp_path)
+    store(engine, chunks, 12)
+    is_named(tmp_path, PATH)
+    shutil.rmtree(lost.parent)
+    forget(engine, PATH)
+    assert engine.load(PATH) is None
+    forget(engine, PATH)
+    store(engine, prefix_of_chunks(chunks))
+    engine.close()
+    assert fleet.restores(chunks)
