@@ -88,6 +88,26 @@ def test_compaction_does_not_copy_segments_that_records_cannot_fill(tmp_path: Pa
     index.close()
 
 
+def test_compaction_empties_segments_that_a_restart_left_unfilled(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    options = disk_store.options_for(16 * 8192, num_spare=3)
+    for number in range(3):
+        index = disk_store.make_index(path, options)
+        medium = disk_store.make_medium(path, options)
+        assert disk_store.store(index, medium, b"start %d" % number, b"x" * 4000)
+        medium.close()
+        index.close()
+    index = disk_store.make_index(path, options)
+    medium = disk_store.make_medium(path, options)
+    for number in range(13):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 4000)
+    assert index.take_disk_counts().moved_records > 0
+    keys = [b"start %d" % number for number in range(3)] + [b"%d" % number for number in range(13)]
+    assert all(index.lookup(key) is LookupResult.HIT for key in keys)
+    medium.close()
+    index.close()
+
+
 def test_compaction_keeps_a_used_record_among_dead_ones(tmp_path: Path) -> None:
     path = tmp_path / "store"
     options = disk_store.options_for(16 * 8192, num_spare=3)

@@ -302,8 +302,8 @@ class DiskIndexMachine(RuleBasedStateMachine):
         candidates = [segment for segment in segments if segment.is_candidate]
         assert set(table.dead) == {segment.number for segment in candidates if not segment.live_bytes}
         cheapest = table.candidates.cheapest()
-        fewest = min((segment.live_bytes for segment in candidates), default=None)
-        assert (None if cheapest is None else cheapest.live_bytes) == fewest
+        fewest = min((segment.kept_bytes for segment in candidates), default=None)
+        assert (None if cheapest is None else cheapest.kept_bytes) == fewest
 
     @invariant()
     def slots_in_use_do_not_overlap(self) -> None:

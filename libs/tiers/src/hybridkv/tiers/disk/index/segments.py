@@ -77,6 +77,7 @@ class Segment:
     __slots__ = (
         "end_offset",
         "epoch",
+        "is_filled",
         "is_lost",
         "is_moving",
         "is_sealed",
@@ -101,6 +102,8 @@ class Segment:
         """Number of records that are pinned, reserved, or the target of a copy: the segment must stay."""
         self.num_being_written = 0
         """Number of records that are reserved or the target of a copy, and may still be written."""
+        self.is_filled = False
+        """True if the segment was closed because the next record did not fit. False after a restart."""
         self.is_moving = False
         """True while compaction copies the records to another segment."""
         self.is_lost = False
@@ -111,9 +114,9 @@ class Segment:
 
     @property
     def kept_bytes(self) -> int:
-        """Space that copies of all records would take: the live bytes; but the whole segment while no record was
-        deleted, because copies would leave as much space unused at the end of another segment."""
-        is_whole = 0 < self.live_bytes == self.end_offset - SEGMENT_HEAD_BYTES
+        """Space that copies of all records would take: the live bytes; but the whole segment if it is filled and no
+        record was deleted, because copies would leave as much space unused at the end of another segment."""
+        is_whole = self.is_filled and self.live_bytes == self.end_offset - SEGMENT_HEAD_BYTES
         return self.segment_bytes - SEGMENT_HEAD_BYTES if is_whole else self.live_bytes
 
     @property
@@ -231,6 +234,8 @@ class SegmentTable:
     def append(self, cost: int) -> int:
         """Append a record and return its address. The caller must check `has_room` first."""
         if self.open is None or self.open.end_offset + cost > self.open.segment_bytes:
+            if self.open is not None:
+                self.open.is_filled = True
             self.close_open()
             self.open = self.ready.popleft()
             self.open.stage = SegmentStage.OPEN
