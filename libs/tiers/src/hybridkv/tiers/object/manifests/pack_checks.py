@@ -1,5 +1,5 @@
-"""Pack checks: a manifest is a claim of its writer, and sweeps delete packs. So the packs of a path are checked before
-a manifest lists them.
+"""Pack checks: a manifest may list packs that a sweep has deleted. So the packs of a path are checked before a new
+manifest lists them.
 
 Only the existence of the objects is checked. Loads check the bytes.
 """
