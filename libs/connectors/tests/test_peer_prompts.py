@@ -80,11 +80,11 @@ def test_freed_blocks_that_a_larger_block_needs_are_named() -> None:
     ours = (GroupSpec(GroupKind.FULL, 12), GroupSpec(GroupKind.WINDOW, 12, window_tokens=6))
     prompt = held((FULL, WINDOW), 14)
     assert usable_tokens(ours, prompt, 15, 1) == 14
-    with pytest.raises(ParamsError, match="blocks 1 to 4 are not complete") as caught:
+    with pytest.raises(ParamsError, match="blocks 0 to 4 are not complete") as caught:
         require_blocks(ours, prompt, 14, 0)
     assert caught.value.key == "remote_block_ids[1]"
     require_blocks(ours, prompt, 14, 12)
-    require_blocks(ours, msgspec.structs.replace(prompt, block_ids=((1, 2, 3, 4), (0, 102, 103, 104))), 14, 0)
+    require_blocks(ours, msgspec.structs.replace(prompt, block_ids=((1, 2, 3, 4), (101, 102, 103, 104))), 14, 0)
 
 
 @pytest.mark.parametrize("groups", MIXES)

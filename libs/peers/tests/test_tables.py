@@ -62,13 +62,14 @@ def test_a_window_is_offered_from_earlier_blocks_that_the_engine_has_kept() -> N
 def test_an_offer_has_the_blocks_of_a_reader_with_other_blocks(
     kind: GroupKind, reach_tokens: int, blocks: tuple[int, int], num_tokens: int, computed_blocks: int
 ) -> None:
+    """Attention chunks begin at blocks. A reader with larger blocks computes the prompt of a model with others."""
     window = reach_tokens if kind is GroupKind.WINDOW else None
-    align = reach_tokens if kind is GroupKind.CHUNKED else None
+    align = reach_tokens * max(blocks) if kind is GroupKind.CHUNKED else None
     theirs, ours = (GroupSpec(kind, size, window, align) for size in blocks)
     whole = tuple(range(1, 2 - (-num_tokens // theirs.block_tokens)))
     found = offered([theirs], [whole], num_tokens)
     computed = min(num_tokens, computed_blocks * ours.block_tokens)
-    span = moved_span(ours, min(blocks), num_tokens, computed)
+    span = moved_span(ours, num_tokens, computed)
     if span.num_tokens:
         assert found.first_blocks[0] <= span.start // theirs.block_tokens
         assert found.first_blocks[0] + len(found.block_ids[0]) == -(-num_tokens // theirs.block_tokens)

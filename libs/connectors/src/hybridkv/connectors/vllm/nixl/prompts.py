@@ -98,10 +98,10 @@ def require_blocks(groups: Sequence[GroupSpec], prompt: RemotePrompt, num_tokens
         ParamsError: a block is missing.
     """
     for index, group in enumerate(groups):
-        block_tokens = prompt.block_tokens[index]
-        span = moved_span(group, min(group.block_tokens, block_tokens), num_tokens, computed_tokens)
+        span = moved_span(group, num_tokens, computed_tokens)
         if span.num_tokens == 0:
             continue
+        block_tokens = prompt.block_tokens[index]
         wanted = range(span.start // block_tokens, -(-span.end // block_tokens))
         ids, first = prompt.block_ids[index], prompt.first_blocks[index]
         held = ids[wanted.start - first : wanted.stop - first] if wanted.start >= first else ()
