@@ -34,6 +34,7 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR
 from hybridkv.connectors.vllm.common.identity import adapters
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WorkerAddress
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
+from oracle.peer_mixes import with_blocks
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
 FULL = Mix("full", (Group(Kind.FULL, 16),))
@@ -123,11 +124,15 @@ def test_the_parameters_are_those_of_vllms_connector_plus_one(started: list[Any]
     assert set(handed_over(WINDOW, 100, started)) == theirs - left_out | {"hybridkv"}
 
 
-@pytest.mark.parametrize(("num_tokens", "places"), [(97, [4, 5]), (101, [4, 5, 6]), (24, [0, 1]), (17, [0])])
-def test_a_window_of_24_tokens_on_blocks_of_16_is_rounded_up(
-    num_tokens: int, places: list[int], started: list[Any]
+@pytest.mark.parametrize(
+    ("num_tokens", "places"),
+    [(497, range(13, 31)), (503, range(14, 32)), (101, range(7)), (24, range(2)), (17, range(1))],
+)
+def test_a_window_of_24_tokens_is_offered_with_the_255_tokens_before_it(
+    num_tokens: int, places: range, started: list[Any]
 ) -> None:
-    """Two blocks where the window ends within one. The consumer computes the last token of the prompt."""
+    """A consumer with blocks of up to 256 tokens needs these tokens for its first block. The consumer computes the last
+    token of the prompt."""
     params = handed_over(WINDOW, num_tokens, started)
     assert params["remote_num_tokens"] == num_tokens - 1
     assert params["remote_block_ids"][0] == [10 + place for place in places]
@@ -218,6 +223,33 @@ def test_a_load_after_a_partial_local_hit_sends_whole_block_tables(started: list
     assert (load.num_tokens, load.computed_tokens) == (59, 32)
     assert load.block_ids == tuple(tuple(100 * g + 10 + i for i in range(4)) for g in range(4))
     assert [len(ids) for ids in load.prompt.block_ids] == [1, 1, 1, 4]
+
+
+def with_freed_blocks(num_tokens: int, num_freed: int, started: list[Any]) -> dict[str, Any]:
+    """Parameters for a prompt, after the producer's engine has freed the first blocks of the window."""
+    half = Half(WINDOW, "kv_producer", started)
+    request = half.request("p", num_tokens, dict(PRODUCE))
+    half.admit(request, 0)
+    window, full = half.blocks(request.num_prompt_tokens)
+    tables = ([0] * num_freed + window[num_freed:], full)
+    _, params = half.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, tables)
+    assert isinstance(params, dict)
+    return params
+
+
+def test_freed_blocks_that_larger_blocks_need_are_refused_before_a_load(started: list[Any]) -> None:
+    """The window of 115 tokens begins with token 92, in the consumer's block of tokens 64 to 95."""
+    for computed, num_freed, offer in ((0, 4, (115, True)), (0, 5, (0, False)), (96, 5, (19, True))):
+        consumer = Half(with_blocks(WINDOW, 2), "kv_consumer", started)
+        request = consumer.request("d", 116, with_freed_blocks(116, num_freed, started))
+        assert consumer.connector.get_num_new_matched_tokens(request, computed) == offer
+        assert consumer.connector.get_num_new_matched_tokens(request, computed) == offer
+        consumer.admit(request, offer[0])
+        plan = consumer.plan()
+        assert [len(plan.loads), plan.ended] == ([1, []] if offer[1] else [0, ["d"]])
+        if not offer[1]:
+            stats = consumer.connector.get_kv_connector_stats()
+            assert stats.reduce()["vllm:hybridkv_peer_prompts_total"] == 1
 
 
 def test_a_request_aborted_before_admission_still_notifies_its_producer(started: list[Any]) -> None:

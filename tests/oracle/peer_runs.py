@@ -36,7 +36,7 @@ PATIENT_ROUNDS = 24
 """Rounds without a computed token; from then on time passes quickly."""
 MAX_ROUNDS = 3000
 KEYS = ("hybridkv", "remote_block_ids", "remote_host", "remote_num_tokens", "remote_engine_id")
-ALWAYS_WRONG = frozenset({"other", "protocol", "refused"})
+ALWAYS_WRONG = frozenset({"other", "pairing", "protocol", "refused"})
 
 
 @dataclass(slots=True)
@@ -298,11 +298,8 @@ class Play:
             wrong.discard("refused")
         if not any(isinstance(rule.action, WrongBytes) for rule in self.scenario.plan.rules):
             wrong.add("digest")
-        if self.sides.has_equal_blocks:
-            # Blocks that a larger block would lack are refused: see `hybridkv.peers.cells`.
-            wrong.add("pairing")
         if self.scenario.is_calm:
-            wrong |= set(found) - {"refused" if self.sides.refused else "pairing"}
+            wrong |= set(found) - ({"refused"} if self.sides.refused else set())
         if wrong & set(found):
             words = "; ".join(sorted(set(self.simulation.details)))
             raise BugError(f"reads failed for {found} without a reason in the scenario: {words}")

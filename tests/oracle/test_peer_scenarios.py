@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
+from hybridkv.connectors.vllm.nixl import consumer
 from hybridkv.planner.admission import Verdict
 from kits.peers.faults import FaultPlan
+from oracle import peer_runs
 from oracle.engine import StuckError
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, HEADS_BEFORE_LAYERS, QWEN3_NEXT, Mix
 from oracle.peer_mixes import (
@@ -101,6 +103,12 @@ def ignore_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadRoom, "verdict", lambda *_: Verdict.ADMIT)
 
 
+def ignore_room_and_blocks(patch: pytest.MonkeyPatch) -> None:
+    ignore_room(patch)
+    patch.setattr(consumer, "require_blocks", lambda *_: None)
+    patch.setattr(peer_runs, "ALWAYS_WRONG", peer_runs.ALWAYS_WRONG - {"pairing"})
+
+
 def test_a_request_with_a_failed_load_does_not_block_a_loaded_one() -> None:
     """The pool holds one whole prompt, or one and the part from which another resumes. The engine asks first for the
     request that failed, which does not fit: it must not be the only one that the engine asks for, since nothing else
@@ -122,17 +130,19 @@ def test_a_request_with_a_failed_load_does_not_block_a_loaded_one() -> None:
     )
     talks = (
         Talk(0, 0, (Turn(0, 0, 0, 4), Turn(1, 0, 0, 1))),
-        # The third block of the second turn begins before the producer's window: its load is refused.
+        # The third block of the second turn begins before the blocks that the producer's engine has kept.
         Talk(0, 0, (Turn(0, 0, 3, 2), Turn(8, 0, 0, 1), Turn(1, 0, 0, 3))),
         Talk(0, 3, (Turn(0, 0, 30, 1, abort_source_after=0),)),
     )
     troubles = (Trouble(1, What.JUMP, seconds=12.0), Trouble(12, What.JUMP, seconds=1.0))
     prompts = (Prompt(0, 0, 64), Prompt(0, 64, 43), Prompt(0, 64, 13), Prompt(1, 107, 23))
     scenario = PeerScenario((settings[0], settings[1]), prompts, talks, troubles, FaultPlan(), seed=2)
-    # The check for room beside other loads would prevent the load.
-    ended = play(sides, scenario, ignore_room)
+    # The checks for room beside other loads and for the producer's blocks would prevent the loads.
+    ended = play(sides, scenario, ignore_room_and_blocks)
     assert ended.simulation.failures["pairing"] > 0
     assert ended.simulation.outcomes["prompt loaded"] > 0
+    ended = play(sides, scenario)
+    assert ended.simulation.outcomes["prompt refused"] > 0 and not ended.simulation.failures
 
 
 def test_two_loads_that_each_need_more_than_is_left_do_not_deadlock() -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from hybridkv.connectors.hosts import LOOPBACK, AllowedHosts
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RankAddress, RemotePrompt, compose, parse
-from hybridkv.connectors.vllm.nixl.prompts import usable_tokens
+from hybridkv.connectors.vllm.nixl.prompts import require_blocks, usable_tokens
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import PROTOCOL, Axis, Description, GroupDescription, LayerDescription, Piece
 from hybridkv.peers.errors import Incompatibility
@@ -72,6 +72,7 @@ def _params(data: bytes) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=RemotePrompt) == prompt
     num_tokens = usable_tokens(GROUPS, prompt, NUM_TOKENS + 1, 1)
     assert 0 <= num_tokens <= NUM_TOKENS
+    require_blocks(GROUPS, prompt, num_tokens, 0)
     remote = BlockTables(prompt.num_tokens, prompt.first_blocks, prompt.block_ids)
     pairing = EXCHANGE.pair(BlockTables.whole(NUM_TOKENS, TABLES), remote, Resume(num_tokens))
     if not isinstance(pairing, Incompatibility):

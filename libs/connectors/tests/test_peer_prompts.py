@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RankAddress, RemotePrompt
-from hybridkv.connectors.vllm.nixl.prompts import usable_tokens, withheld_tokens
+from hybridkv.connectors.vllm.nixl.prompts import require_blocks, usable_tokens, withheld_tokens
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.tables import offered
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
@@ -25,6 +25,10 @@ def held(groups: tuple[GroupSpec, ...], num_tokens: int) -> RemotePrompt:
     """Prompt of a producer that has computed this many tokens, and dropped blocks that the next token does not read."""
     blocks = -(-num_tokens // 4)
     tables = [list(range(1 + 100 * i, 1 + 100 * i + blocks)) for i in range(len(groups))]
+    tables = [
+        [block if place >= read_blocks(group, num_tokens).start else 0 for place, block in enumerate(table)]
+        for group, table in zip(groups, tables, strict=True)
+    ]
     kept = offered(groups, tables, num_tokens)
     return RemotePrompt(
         engine_id="e",
@@ -50,6 +54,7 @@ def test_a_prompt_without_the_withheld_tokens_is_used_up_to_its_last_token(
     withheld = withheld_tokens(groups, lookahead_tokens=1)
     prompt = held(groups, num_tokens - withheld)
     assert usable_tokens(groups, prompt, num_tokens, withheld) == num_tokens - 1
+    require_blocks(groups, prompt, num_tokens - 1, 0)
 
 
 @pytest.mark.parametrize("groups", [(RECURRENT, FULL)])
@@ -65,8 +70,21 @@ def test_a_window_that_includes_the_last_token_may_lack_its_first() -> None:
     """Reason to withhold the last token from windows too: the last of 13 tokens sees 7 to 12."""
     groups = (FULL, WINDOW)
     assert usable_tokens(groups, held(groups, 12), 13, 1) == 12
+    require_blocks(groups, held(groups, 12), 12, 0)
     with pytest.raises(ParamsError, match="remote_block_ids"):
-        usable_tokens(groups, held(groups, 13), 13, 1)
+        require_blocks(groups, held(groups, 13), usable_tokens(groups, held(groups, 13), 13, 1), 0)
+
+
+def test_freed_blocks_that_a_larger_block_needs_are_named() -> None:
+    """The window of token 14 begins with token 9. The producer's engine has freed the blocks before token 8."""
+    ours = (GroupSpec(GroupKind.FULL, 12), GroupSpec(GroupKind.WINDOW, 12, window_tokens=6))
+    prompt = held((FULL, WINDOW), 14)
+    assert usable_tokens(ours, prompt, 15, 1) == 14
+    with pytest.raises(ParamsError, match="blocks 0 to 4 are not complete") as caught:
+        require_blocks(ours, prompt, 14, 0)
+    assert caught.value.key == "remote_block_ids[1]"
+    require_blocks(ours, prompt, 14, 12)
+    require_blocks(ours, msgspec.structs.replace(prompt, block_ids=((1, 2, 3, 4), (101, 102, 103, 104))), 14, 0)
 
 
 @pytest.mark.parametrize("groups", MIXES)
@@ -83,7 +101,7 @@ def test_a_missing_block_is_named(groups: tuple[GroupSpec, ...], num_tokens: int
         ids[place] = 0
     lists = (*prompt.block_ids[:index], tuple(ids), *prompt.block_ids[index + 1 :])
     with pytest.raises(ParamsError) as caught:
-        usable_tokens(groups, msgspec.structs.replace(prompt, block_ids=lists), num_tokens, 1)
+        require_blocks(groups, msgspec.structs.replace(prompt, block_ids=lists), num_tokens - 1, 0)
     assert caught.value.key == f"remote_block_ids[{index}]"
 
 

@@ -63,6 +63,20 @@ def test_each_rank_gets_each_token_of_its_heads(opener: Opener, their_size: int,
         require_released(producer, "p")
 
 
+def test_a_window_is_read_into_larger_blocks_at_each_prompt_length() -> None:
+    """The window's first block begins before the producer's first block with tokens of the window."""
+    world = World()
+    theirs, ours = Side(2), Side(8)
+    with engines(theirs, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
+        for num_tokens in range(14, 23):
+            there, here = tables_of(theirs, num_tokens), tables_of(ours, num_tokens)
+            write_prompt(producer, there, num_tokens)
+            load(consumer, f"d{num_tokens}", hand_over(producer, f"p{num_tokens}", there, num_tokens), here)
+            assert failures(consumer, f"d{num_tokens}") == [None], num_tokens
+            assert wrong_tokens(consumer, here, num_tokens) == []
+            require_released(producer, f"p{num_tokens}")
+
+
 def test_a_lease_is_held_until_all_readers_are_done() -> None:
     world = World()
     theirs, ours = Side(tp_size=1), Side(tp_size=2)

@@ -26,7 +26,7 @@ GROUPS = (
     GroupSpec(GroupKind.RECURRENT, 4),
     GroupSpec(GroupKind.SCRATCH, 4),
 )
-TABLES = ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15], [0, 0, 0, 24, 25], [31, 32, 33, 34, 35])
+TABLES = ([1, 2, 3, 4, 5], [0, 12, 13, 14, 15], [0, 0, 0, 24, 25], [31, 32, 33, 34, 35])
 
 
 def request(num_prompt_tokens: int, computed_tokens: int = 0) -> Any:
@@ -44,7 +44,7 @@ def test_a_prompt_is_copied_once_complete_and_then_its_changed_blocks() -> None:
     saving, running = HostCopyTracker(GROUPS), request(14)
     saving.begin(running)
     assert step(saving, running, 8) == []
-    assert step(saving, running, 6) == [((1, 2, 3, 4), (13, 14), (24,), ())]
+    assert step(saving, running, 6) == [((1, 2, 3, 4), (0, 12, 13, 14), (24,), ())]
     assert step(saving, running, 1) == [((4,), (14,), (24,), ())]
     assert step(saving, running, 2) == [((4, 5), (14, 15), (25,), ())]
     assert saving.end(running) == 17
@@ -55,7 +55,7 @@ def test_a_prompt_is_copied_once_complete_and_then_its_changed_blocks() -> None:
 def test_blocks_hit_in_the_engines_cache_are_copied_too() -> None:
     saving, running = HostCopyTracker(GROUPS), request(14, computed_tokens=12)
     saving.begin(running)
-    assert step(saving, running, 2) == [((1, 2, 3, 4), (13, 14), (24,), ())]
+    assert step(saving, running, 2) == [((1, 2, 3, 4), (0, 12, 13, 14), (24,), ())]
 
 
 def test_a_preempted_request_is_copied_again() -> None:
@@ -64,7 +64,7 @@ def test_a_preempted_request_is_copied_again() -> None:
     step(saving, running, 14)
     running.num_computed_tokens = 0
     assert step(saving, running, 8) == []
-    assert step(saving, running, 6) == [((1, 2, 3, 4), (13, 14), (24,), ())]
+    assert step(saving, running, 6) == [((1, 2, 3, 4), (0, 12, 13, 14), (24,), ())]
 
 
 def test_blocks_hit_after_a_preemption_are_copied_too() -> None:
@@ -75,7 +75,7 @@ def test_blocks_hit_after_a_preemption_are_copied_too() -> None:
     saving.preempted({"p"})
     assert saving.of_step({}, lambda name: TABLES) == []
     running.num_computed_tokens = 16
-    assert step(saving, running, 1) == [((1, 2, 3, 4, 5), (14, 15), (25,), ())]
+    assert step(saving, running, 1) == [((1, 2, 3, 4, 5), (0, 12, 13, 14, 15), (25,), ())]
 
 
 def test_a_request_outside_the_step_is_not_copied() -> None:

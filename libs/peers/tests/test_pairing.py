@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from byte_model import stray_writes, wrong_reads
+from byte_model import places, stray_writes, wrong_reads
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.tables import BlockTables, offered
-from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
+from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, read_blocks, resume_start
 
 MODERATE = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -37,19 +37,15 @@ def test_every_byte_that_a_resume_reads_is_right_and_no_other_is_written(world: 
 
 
 def needs_more(world: World, index: int) -> bool:
-    """Whether the producer's offer of a group lacks a token that a hit at the end of a local block would read."""
+    """Whether the producer's offer of a group lacks a token of a local block that the read fills."""
     shape = world.shapes[index]
     if shape.kind not in (GroupKind.WINDOW, GroupKind.CHUNKED):
         return False
     here, there = shape.spec(0), shape.spec(1)
     start = resume_start(here, world.num_tokens)
     held = resume_start(there, world.num_tokens) // there.block_tokens * there.block_tokens
-    block_start = start // here.block_tokens * here.block_tokens
-    block_end = block_start + here.block_tokens
-    if start >= world.num_tokens or block_end > world.num_tokens:
-        return False
-    first = max(block_start, resume_start(here, block_end), world.computed_tokens)
-    return first < min(held, block_end)
+    first = max(start // here.block_tokens * here.block_tokens, world.computed_tokens)
+    return start < world.num_tokens and first < held
 
 
 @MODERATE
@@ -92,6 +88,19 @@ def windows_into_larger_blocks(draw: st.DrawFn) -> World:
 @given(windows_into_larger_blocks())
 def test_a_larger_block_that_begins_before_the_window_is_complete(case: World) -> None:
     require_blocks_serve(case)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(windows_into_larger_blocks())
+def test_every_token_of_a_filled_block_is_read(case: World) -> None:
+    """The reader may hand the block over to an engine with smaller blocks, or store a chunk that ends inside it. A hit
+    there reads tokens before the window of a hit at the end of the block."""
+    spec, (table,) = case.shapes[0].spec(0), case.tables[0]
+    outcome = run_reads(case, 0, holds_all=True)
+    assert outcome.refusal is None
+    for table_place in read_blocks(spec, case.num_tokens):
+        filled = places(outcome.ours.description, 0, table_place, table[table_place], case.num_tokens)
+        assert [each.item for each in filled if each.item[-1] < case.num_tokens and not outcome.ours.holds(each)] == []
 
 
 def test_a_block_that_could_be_hit_with_a_hole_is_refused() -> None:
@@ -193,11 +202,11 @@ def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int
 
 
 def test_a_window_is_paired_by_tokens_where_block_sizes_differ() -> None:
-    """1,200 tokens, a window of 64, remote blocks of 64, local ones of 128. By index, [16, 17] would be read from [17,
-    18]."""
-    window = group(GroupKind.WINDOW, (128, 64), window_tokens=64)
+    """1,200 tokens, a window of 130, remote blocks of 64, local ones of 128. Counted from the ends of the lists, [17 to
+    19] would be read from [16 to 18]."""
+    window = group(GroupKind.WINDOW, (128, 64), window_tokens=130)
     case = world((window,), num_tokens=1200, in_order=True)
-    assert block_pairs(case, 64) == [(17, 17), (18, 18)]
+    assert block_pairs(case, 64) == [(16, 16), (17, 17), (18, 18)]
     assert wrong_groups(case, run_reads(case, 0)) == []
 
 

@@ -31,7 +31,7 @@ def specs(draw: st.DrawFn) -> GroupSpec:
 @given(specs(), st.integers(0, 100), st.integers(0, 12))
 def test_the_moved_span_with_equal_blocks_equals_the_read_of_a_load(spec: GroupSpec, tokens: int, blocks: int) -> None:
     computed = min(blocks * spec.block_tokens, tokens)
-    span = moved_span(spec, spec.block_tokens, tokens, computed)
+    span = moved_span(spec, tokens, computed)
     start = load_start(spec, tokens, computed) if computed < tokens else tokens
     assert (span.start < tokens) == (start < tokens)
     if start < tokens:

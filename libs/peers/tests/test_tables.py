@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from plain_worlds import group, world
 from world_reads import agreed
 
+from hybridkv.peers.cells import moved_span
 from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
-from hybridkv.peers.tables import BlockTables, offered
+from hybridkv.peers.tables import MAX_READER_BLOCK_TOKENS, BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec
 
 SPECS = (
@@ -36,8 +37,42 @@ REMOTE = offered([shape.spec(1) for shape in WORLD.shapes], WORLD.tables[1], 100
 
 
 def test_a_producer_offers_the_blocks_of_a_resume_and_their_first_index() -> None:
-    ids = tuple(range(1, 8))
-    assert offered(SPECS, [ids, ids, (8, 9), ids], 100) == BlockTables(100, (0, 4, 1, 0), (ids, (5, 6, 7), (9,), ()))
+    ids, chunked = tuple(range(1, 8)), GroupSpec(GroupKind.CHUNKED, 16, align_tokens=48)
+    specs = (SPECS[0], chunked, *SPECS[2:])
+    assert offered(specs, [ids, ids, (8, 9), ids], 100) == BlockTables(100, (0, 6, 1, 0), (ids, (7,), (9,), ()))
+
+
+def test_a_window_is_offered_from_earlier_blocks_that_the_engine_has_kept() -> None:
+    window = GroupSpec(GroupKind.WINDOW, 16, window_tokens=24)
+    ids = (0, 0, *range(3, 33))
+    num_tokens = 16 * len(ids)
+    first = (num_tokens - 23 - (MAX_READER_BLOCK_TOKENS - 1)) // 16
+    assert offered([window], [ids], num_tokens) == BlockTables(num_tokens, (first,), (ids[first:],))
+    assert offered([window], [ids[:8]], 128) == BlockTables(128, (0,), (ids[:8],))
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.sampled_from([*GroupKind]),
+    st.integers(1, 400),
+    st.sampled_from([(16, 32), (16, 64), (16, MAX_READER_BLOCK_TOKENS), (8, 24), (64, 16), (16, 16)]),
+    st.integers(1, 2000),
+    st.integers(0, 80),
+)
+def test_an_offer_has_the_blocks_of_a_reader_with_other_blocks(
+    kind: GroupKind, reach_tokens: int, blocks: tuple[int, int], num_tokens: int, computed_blocks: int
+) -> None:
+    """Attention chunks begin at blocks. A reader with larger blocks computes the prompt of a model with others."""
+    window = reach_tokens if kind is GroupKind.WINDOW else None
+    align = reach_tokens * max(blocks) if kind is GroupKind.CHUNKED else None
+    theirs, ours = (GroupSpec(kind, size, window, align) for size in blocks)
+    whole = tuple(range(1, 2 - (-num_tokens // theirs.block_tokens)))
+    found = offered([theirs], [whole], num_tokens)
+    computed = min(num_tokens, computed_blocks * ours.block_tokens)
+    span = moved_span(ours, num_tokens, computed)
+    if span.num_tokens:
+        assert found.first_blocks[0] <= span.start // theirs.block_tokens
+        assert found.first_blocks[0] + len(found.block_ids[0]) == -(-num_tokens // theirs.block_tokens)
 
 
 def test_a_table_that_is_too_short_is_an_error_of_the_producer() -> None:

@@ -12,8 +12,8 @@ from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.ranks import source_ranks
-from hybridkv.peers.tables import BlockTables, offered
-from hybridkv.planner import GroupKind
+from hybridkv.peers.tables import BlockTables
+from hybridkv.planner import GroupKind, clip_blocks
 
 
 @dataclasses.dataclass
@@ -35,7 +35,8 @@ def agreed(world: World) -> Agreement:
 
 
 def run_reads(world: World, rank: int, holds_all: bool = False, shifted: int | None = None) -> ReadOutcome:
-    """With `holds_all` the peers have freed no block, so that no block is missing."""
+    """With `holds_all` the peers have freed no block, so that no block is missing. Without it they have freed all
+    blocks that a resume with their own block size does not read."""
     names = ByteNumbers()
     ours = Side(world.ours[rank], names)
     for index, table in enumerate(world.tables[0]):
@@ -56,7 +57,9 @@ def run_reads(world: World, rank: int, holds_all: bool = False, shifted: int | N
         if holds_all:
             remote = BlockTables.whole(world.num_tokens, world.tables[1])
         else:
-            remote = offered([group.spec for group in theirs.description.groups], world.tables[1], world.num_tokens)
+            specs = [group.spec for group in theirs.description.groups]
+            kept = clip_blocks(specs, world.tables[1], world.num_tokens)
+            remote = BlockTables(world.num_tokens, kept.first_blocks, kept.block_ids)
         if shifted is not None:
             ids = list(remote.block_ids)
             ids[shifted] = (*ids[shifted][1:], *ids[shifted][:1])

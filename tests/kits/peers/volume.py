@@ -38,7 +38,7 @@ def moved_bytes(table: Sequence[GroupBytes], num_tokens: int, computed_tokens: i
 
 def moved_blocks(spec: GroupSpec, num_tokens: int, computed_tokens: int = 0) -> int:
     """Blocks of a group that one request moves."""
-    span = moved_span(spec, spec.block_tokens, num_tokens, computed_tokens)
+    span = moved_span(spec, num_tokens, computed_tokens)
     if span.num_tokens == 0:
         return 0
     return -(-span.end // spec.block_tokens) - span.start // spec.block_tokens

@@ -3,9 +3,8 @@
 Cell i of a group starts at token i times the cell size. A state is one cell, 0, in the block of the last token before
 its boundary.
 
-The cells with tokens that a resume reads and the reader has not computed move whole. Only the last cell is cut at the
-boundary, if this saves bytes. With equal blocks a cell is one block, and the span begins at `planner.load_start` and
-ends with the last block.
+A read fills the reader's blocks from `planner.load_start` on. Cells move whole. Only the last cell is cut at the
+boundary, if this saves bytes.
 """
 
 from __future__ import annotations
@@ -48,33 +47,26 @@ class CellPlace(NamedTuple):
     num_tokens: int
 
 
-def moved_span(group: GroupSpec, cell_tokens: int, num_tokens: int, computed_tokens: int) -> TokenSpan:
-    """Tokens that a group must read from a peer to resume at `num_tokens`. Begins at a cell, except for a state.
+def moved_span(group: GroupSpec, num_tokens: int, computed_tokens: int) -> TokenSpan:
+    """Tokens that a group must read from a peer to resume at `num_tokens`. Begins at a block, except for a state.
 
-    The span includes the tokens of its first block that another request reads to resume at the end of this block. These
-    are more tokens only if cells are smaller than blocks.
+    The span includes the tokens of its first block that the resume does not read. Another request may hit this block,
+    or a part of it: in this engine, in an engine to which this one hands the block over, or in a chunk that is stored.
 
     Args:
         group: spec of the group on the reader.
-        cell_tokens: tokens of a cell; divides the reader's block size.
         num_tokens: resume point. A state must be at exactly this boundary.
         computed_tokens: tokens of the prefix that the reader has; whole blocks.
 
     Returns:
         A span that ends at `num_tokens`, or an empty span.
     """
-    nothing = TokenSpan(num_tokens, num_tokens)
-    if num_tokens <= computed_tokens or group.kind is GroupKind.SCRATCH:
-        return nothing
     start = resume_start(group, num_tokens)
+    if num_tokens <= computed_tokens or group.kind is GroupKind.SCRATCH or start >= num_tokens:
+        return TokenSpan(num_tokens, num_tokens)
     if group.kind is GroupKind.RECURRENT:
         return TokenSpan(start, num_tokens)
-    if start >= num_tokens:
-        return nothing
-    block_start = start // group.block_tokens * group.block_tokens
-    block_end = min(block_start + group.block_tokens, num_tokens)
-    start = max(block_start, resume_start(group, block_end))
-    return TokenSpan(max(computed_tokens, start // cell_tokens * cell_tokens), num_tokens)
+    return TokenSpan(max(computed_tokens, start // group.block_tokens * group.block_tokens), num_tokens)
 
 
 def cells_of(pair: GroupPair, span: TokenSpan) -> Int64Array:

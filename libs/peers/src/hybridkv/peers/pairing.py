@@ -176,7 +176,7 @@ class Exchange:
         self, index: int, local: BlockTables, remote: BlockTables, resume: Resume, room: int
     ) -> GroupMoves | Incompatibility:
         pair, num_tokens = self.agreement.groups[index], resume.num_tokens
-        span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens)
+        span = moved_span(pair.local.spec, num_tokens, resume.computed_tokens)
         if span.num_tokens == 0:
             return GroupMoves(joined([]))
         if refusal := _boundary_refused(index, pair, remote, resume):

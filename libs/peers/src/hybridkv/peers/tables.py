@@ -11,7 +11,12 @@ from hybridkv.peers.cells import Side
 from hybridkv.peers.description import MAX_BLOCKS, NULL_BLOCK
 from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.ranges import Int64Array
-from hybridkv.planner import GroupSpec, clip_blocks
+from hybridkv.planner import GroupKind, GroupSpec, clip_blocks
+
+MAX_READER_BLOCK_TOKENS = 256
+"""Block size of a reader, in tokens, up to which a producer offers all blocks of a window that the reader needs. A
+reader fills whole blocks, so with larger blocks than the producer's it needs tokens before the window. A larger value
+costs host copies of more blocks, also for readers with small blocks."""
 
 
 class BlockTables(msgspec.Struct, frozen=True):
@@ -34,18 +39,30 @@ class BlockTables(msgspec.Struct, frozen=True):
 
 
 def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockTables:
-    """Block tables that a producer offers: for each group, the blocks that a resume at `num_tokens` reads.
+    """Block tables that a producer offers: for each group, the blocks that a resume at `num_tokens` reads, with blocks
+    of up to `MAX_READER_BLOCK_TOKENS` tokens on the reader.
 
     Args:
         groups: groups of this engine.
-        block_ids: for each group, the whole table from token 0.
+        block_ids: for each group, the whole table from token 0; `NULL_BLOCK` for a block that the engine has freed.
         num_tokens: number of tokens in the tables.
+
+    Returns:
+        Tables that may begin with freed blocks.
 
     Raises:
         ValueError: a table is too short for `num_tokens`.
     """
-    clipped = clip_blocks(groups, block_ids, num_tokens)
+    clipped = clip_blocks([_for_larger_blocks(group) for group in groups], block_ids, num_tokens)
     return BlockTables(num_tokens, clipped.first_blocks, clipped.block_ids)
+
+
+def _for_larger_blocks(group: GroupSpec) -> GroupSpec:
+    """The group with a window that begins where the first block of any reader begins, or earlier."""
+    if group.kind is not GroupKind.WINDOW:
+        return group
+    assert group.window_tokens is not None
+    return msgspec.structs.replace(group, window_tokens=group.window_tokens + MAX_READER_BLOCK_TOKENS - 1)
 
 
 def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Incompatibility | None:

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, is_remote_prefill, parse
-from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
+from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, require_blocks, usable_tokens
 from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.planner import GroupSpec
 from hybridkv.planner.admission import Verdict
@@ -49,8 +49,8 @@ class _RemoteLoad:
     usable_tokens: int = 0
     """Tokens that can be loaded with this content of the adapter."""
     stage: RemoteLoadStage = RemoteLoadStage.WAITING
-    computed_tokens: int = 0
-    """Tokens that the engine had computed at its last lookup."""
+    computed_tokens: int = -1
+    """Tokens that the engine had computed at its last lookup; -1 before it."""
 
 
 class Consumer:
@@ -107,6 +107,15 @@ class Consumer:
         except ParamsError as error:
             self._refuse(read.request, error)
 
+    def _require_blocks(self, read: _RemoteLoad) -> None:
+        """Refuses the load if the producer lacks blocks, after each change of the adapter's content or of the computed
+        tokens."""
+        try:
+            require_blocks(self._groups, read.prompt, read.usable_tokens, read.computed_tokens)
+        except ParamsError as error:
+            read.usable_tokens = 0
+            self._refuse(read.request, error)
+
     def _usable_tokens(self, request: Request, prompt: RemotePrompt, adapter: bytes) -> int:
         num_tokens = usable_tokens(self._groups, prompt, request.num_prompt_tokens, self._withheld_tokens)
         if prompt.prefix_tokens < num_tokens or prompt.prefix_tokens > request.num_prompt_tokens:
@@ -133,10 +142,13 @@ class Consumer:
         read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return 0
-        read.computed_tokens = computed_tokens
-        if adapter != read.adapter:
-            read.adapter = adapter
-            self._set_usable_tokens(read)
+        if (adapter, computed_tokens) != (read.adapter, read.computed_tokens):
+            read.computed_tokens = computed_tokens
+            if adapter != read.adapter:
+                read.adapter = adapter
+                self._set_usable_tokens(read)
+            if read.usable_tokens:
+                self._require_blocks(read)
         num_tokens = max(0, read.usable_tokens - computed_tokens)
         if not num_tokens:
             return 0

@@ -15,7 +15,9 @@ from blake3 import blake3
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt
-from hybridkv.planner import GroupKind, GroupSpec, read_blocks
+from hybridkv.peers.cells import moved_span
+from hybridkv.peers.description import NULL_BLOCK
+from hybridkv.planner import GroupKind, GroupSpec
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -58,7 +60,8 @@ def withheld_tokens(groups: Sequence[GroupSpec], lookahead_tokens: int) -> int:
 def usable_tokens(
     groups: Sequence[GroupSpec], prompt: RemotePrompt, num_prompt_tokens: int, withheld_tokens: int
 ) -> int:
-    """Number of tokens of a request that this engine can load from its producer's blocks.
+    """Number of tokens of a request that this engine can load from its producer's blocks. `require_blocks` checks the
+    blocks.
 
     Args:
         groups: groups of this engine.
@@ -74,17 +77,33 @@ def usable_tokens(
     num_tokens = min(prompt.num_tokens, num_prompt_tokens - max(1, withheld_tokens))
     if num_tokens <= 0:
         return 0
-    for index, group in enumerate(groups):
+    for group in groups:
         if group.kind is GroupKind.RECURRENT and num_tokens != prompt.num_tokens:
             found = f"a state after {prompt.num_tokens} tokens, but this engine needs the state after {num_tokens}"
             raise ParamsError("remote_num_tokens", found)
-        wanted = read_blocks(_with_block(group, prompt.block_tokens[index]), num_tokens)
-        ids, first = prompt.block_ids[index], prompt.first_blocks[index]
-        held = ids[max(0, wanted.start - first) : max(0, wanted.stop - first)] if wanted.start >= first else ()
-        if len(held) != len(wanted) or 0 in held:
-            raise ParamsError(f"remote_block_ids[{index}]", f"blocks {wanted.start} to {wanted.stop} are not complete")
     return num_tokens
 
 
-def _with_block(group: GroupSpec, block_tokens: int) -> GroupSpec:
-    return GroupSpec(group.kind, block_tokens, group.window_tokens, group.align_tokens)
+def require_blocks(groups: Sequence[GroupSpec], prompt: RemotePrompt, num_tokens: int, computed_tokens: int) -> None:
+    """Checks that the producer holds all blocks that this engine would read. The producer's engine frees blocks before
+    a window, and blocks of this engine that are larger than the producer's need tokens before the window.
+
+    Args:
+        groups: groups of this engine, as many as the prompt has.
+        prompt: prompt that the producer holds.
+        num_tokens: tokens that the request has after the load: see `usable_tokens`.
+        computed_tokens: tokens of these that this engine already has; whole blocks.
+
+    Raises:
+        ParamsError: a block is missing.
+    """
+    for index, group in enumerate(groups):
+        span = moved_span(group, num_tokens, computed_tokens)
+        if span.num_tokens == 0:
+            continue
+        block_tokens = prompt.block_tokens[index]
+        wanted = range(span.start // block_tokens, -(-span.end // block_tokens))
+        ids, first = prompt.block_ids[index], prompt.first_blocks[index]
+        held = ids[wanted.start - first : wanted.stop - first] if wanted.start >= first else ()
+        if len(held) != len(wanted) or NULL_BLOCK in held:
+            raise ParamsError(f"remote_block_ids[{index}]", f"blocks {wanted.start} to {wanted.stop} are not complete")

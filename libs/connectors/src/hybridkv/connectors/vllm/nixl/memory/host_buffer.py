@@ -198,7 +198,7 @@ def loaded_blocks(groups: Sequence[GroupSpec], load: PromptLoad) -> tuple[tuple[
     """
     blocks = []
     for group, table in zip(groups, load.block_ids, strict=True):
-        span = moved_span(group, group.block_tokens, load.num_tokens, load.computed_tokens)
+        span = moved_span(group, load.num_tokens, load.computed_tokens)
         first, last = span.start // group.block_tokens, -(-span.end // group.block_tokens)
         blocks.append(tuple(table[first:last]) if span.num_tokens else ())
     return tuple(blocks)
