@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import msgspec
 import patience
 import pytest
+import zmq
 from control_pair import TIMEOUT_S, Recorder
 
-from hybridkv.peers.control import ControlLoop
-from hybridkv.peers.control.dialing import MAX_ADDRESSES, MAX_NAMES
+from hybridkv.peers.control import ControlLoop, LinkId
+from hybridkv.peers.control.curve import CurveKeys
+from hybridkv.peers.control.dialing import MAX_ADDRESSES, MAX_NAMES, Dialer, DialTarget
+from hybridkv.peers.control.sockets import ControlConnection, ControlSettings, stop_monitor
 from hybridkv.peers.wire import CloseReason, Secret, WireLimits
 from kits.peers.suite import until
 
@@ -30,8 +34,8 @@ Lookup = Callable[[str], Sequence[str]]
 def make_loop() -> Iterator[Callable[..., ControlLoop]]:
     made = []
 
-    def make(name: str, limits: WireLimits = KEPT) -> ControlLoop:
-        made.append(ControlLoop(name, SECRET, limits))
+    def make(name: str, limits: WireLimits = KEPT, clock: Callable[[], float] = time.monotonic) -> ControlLoop:
+        made.append(ControlLoop(name, SECRET, limits, clock))
         return made[-1]
 
     yield make
@@ -90,11 +94,10 @@ def test_an_address_with_another_service_keeps_no_peer_out(make_loop: MakeLoop, 
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_an_address_that_does_not_answer_takes_a_share_of_the_time(
-    make_loop: MakeLoop, set_names: SetNames, is_full: bool
-) -> None:
+def test_an_address_that_does_not_answer_is_given_up(make_loop: MakeLoop, set_names: SetNames, is_full: bool) -> None:
+    """The loop's clock stands still, so only libzmq's timers run."""
     set_names(lambda host: ["127.0.0.2", "127.0.0.1"])
-    here, limits = Recorder(), WireLimits(handshake_timeout_s=patience.seconds(0.1))
+    here, limits = Recorder(), WireLimits(handshake_timeout_s=patience.seconds(0.2))
     _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
     with socket.create_server(("127.0.0.2", port), backlog=0 if is_full else None) as silent:
         # The system drops further packets once the queue of the listener is full.
@@ -102,13 +105,49 @@ def test_an_address_that_does_not_answer_takes_a_share_of_the_time(
         for each in waiting:
             each.setblocking(False)
             each.connect_ex(silent.getsockname())
-        make_loop("consumer", limits).connect("name.example", port, "producer", here.handlers)
+        make_loop("consumer", limits, lambda: 0.0).connect("name.example", port, "producer", here.handlers)
         require_open(here)
         for each in waiting:
             each.close()
 
 
-def test_a_name_without_a_peer_ends_once_with_the_reason_that_says_most(
+def test_the_addresses_of_a_name_share_the_time_that_is_left() -> None:
+    now_s, dialed = [0.0], list[ControlConnection]()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    settings = ControlSettings(context, CurveKeys.of(SECRET), WireLimits(handshake_timeout_s=60.0), lambda: now_s[0])
+    unused: Callable[..., None] = lambda *values, **named: None  # noqa: E731
+    dialer = Dialer(settings, list, dialed.append, unused, unused, unused)
+    target = DialTarget("name.example", 1, None, Recorder().handlers)
+    dialer._waiting[LinkId(1)] = (target, 0.0)
+    try:
+        dialer._dial(LinkId(1), ("127.0.0.2", "127.0.0.3", "127.0.0.4"))
+        for spent_s in (20.0, 50.0):
+            now_s[0] = spent_s
+            assert dialer.dial_next(dialed[-1])
+        assert not dialer.dial_next(dialed[-1])
+        assert [each.socket.connect_timeout for each in dialed] == [20_000, 20_000, 10_000]
+        assert [each.socket.handshake_ivl for each in dialed] == [20_000, 20_000, 10_000]
+    finally:
+        for each in dialed:
+            assert each.monitor is not None
+            stop_monitor(each.socket, each.monitor)
+        context.destroy(linger=0)
+
+
+def test_late_closed_sockets_of_earlier_addresses_keep_no_peer_out(make_loop: MakeLoop, set_names: SetNames) -> None:
+    """libzmq frees closed sockets on a thread of its own, some time after the close."""
+    set_names(lambda host: ["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.1"])
+    limits = msgspec.structs.replace(KEPT, max_handshakes=KEPT.max_connections)
+    here = [Recorder() for _ in range(limits.max_connections)]
+    _, port = make_loop("producer", limits).listen("127.0.0.1", 0, Recorder().handlers)
+    consumer = make_loop("consumer", limits)
+    for heard in here:
+        consumer.connect("name.example", port, "producer", heard.handlers)
+    for heard in here:
+        require_open(heard)
+
+
+def test_a_name_without_a_peer_ends_once_and_unreachable_hides_no_other_reason(
     make_loop: MakeLoop, set_names: SetNames
 ) -> None:
     addresses = ["127.0.0.2", "127.0.0.3"]
@@ -132,8 +171,32 @@ def test_a_peer_that_answers_ends_the_search(make_loop: MakeLoop, set_names: Set
     heard, there = Recorder(), Recorder()
     consumer = make_loop("consumer")
     _, port = consumer.listen("127.0.0.1", 0, there.handlers)
+    make_loop("producer").listen("127.0.0.2", port, there.handlers)
     consumer.connect("name.example", port, None, heard.handlers)
-    assert heard.until_closed() is CloseReason.SELF
+    heard.until(lambda: bool(heard.opened or heard.closed))
+    assert [reason for _, reason in heard.closed] == [CloseReason.SELF]
+
+
+@pytest.mark.parametrize("first", ["other", "consumer"])
+def test_another_peer_does_not_end_the_search_for_an_expected_one(
+    make_loop: MakeLoop, set_names: SetNames, first: str
+) -> None:
+    """A name of several engines, such as a headless service. The consumer may be one of them."""
+    addresses = ["127.0.0.2", "127.0.0.1"]
+    set_names(lambda host: addresses)
+    here, there = Recorder(), Recorder()
+    _, port = make_loop("producer").listen("127.0.0.1", 0, there.handlers)
+    consumer = make_loop("consumer")
+    (consumer if first == "consumer" else make_loop(first)).listen("127.0.0.2", port, Recorder().handlers)
+    consumer.connect("name.example", port, "producer", here.handlers)
+    require_open(here)
+    there.until_open()
+    # If the expected peer is at none of them, the other peer is the reason.
+    addresses[1] = "127.0.0.3"
+    missed = Recorder()
+    consumer.connect("name.example", port, "producer", missed.handlers)
+    expected = CloseReason.SELF if first == "consumer" else CloseReason.WRONG_PEER
+    assert missed.until_closed() is expected and missed.opened == []
 
 
 def test_a_name_has_a_limit_of_addresses(make_loop: MakeLoop, set_names: SetNames) -> None:
@@ -239,3 +302,21 @@ def test_the_connection_that_waits_longest_makes_room_for_a_new_one(make_loop: M
     require_open(here)
     assert waiting[0].until_closed() is CloseReason.TOO_MANY
     assert waiting[1].closed == []
+
+
+def test_the_time_for_a_lookup_counts_when_the_oldest_connection_makes_room(
+    make_loop: MakeLoop, slow_names: SlowNames
+) -> None:
+    consumer = make_loop("consumer", msgspec.structs.replace(KEPT, max_connections=2))
+    named, numeric, here = Recorder(), Recorder(), Recorder()
+    _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        consumer.connect("name.example", silent.getsockname()[1], None, named.handlers)
+        consumer.connect("127.0.0.1", silent.getsockname()[1], None, numeric.handlers)
+        until(lambda: len(consumer._connections) == 1, TIMEOUT_S)
+        slow_names.answer.set()
+        until(lambda: len(consumer._connections) == 2, TIMEOUT_S)
+        consumer.connect("127.0.0.1", port, "producer", here.handlers)
+        require_open(here)
+        assert named.until_closed() is CloseReason.TOO_MANY
+        assert numeric.closed == []

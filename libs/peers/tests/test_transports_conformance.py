@@ -78,6 +78,45 @@ class TestNixl(TransportConformance):
         reader.release(other)
         assert reader.transport.is_attached(remote)
 
+    @pytest.mark.parametrize("is_alone", [True, False])
+    def test_a_broken_connection_is_noticed_by_a_cancelled_read(
+        self, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The post of a cancelled read is still in flight when the connection breaks."""
+        reader, _, remote = self.pair()
+        transport = reader.transport
+        with monkeypatch.context() as patched:
+            agent = transport._reads._agent  # type: ignore[attr-defined]
+            patched.setattr(agent, "transfer", lambda handle: "PROC")
+            patched.setattr(agent, "check_xfer_state", lambda handle: "PROC")
+            reads = [transport.read(remote, whole(64), TIMEOUT_S) for _ in range(1 if is_alone else 2)]
+            transport.progress()
+            cancelled = reads[-1]
+            assert not transport.release(cancelled)
+            break_connection(transport, "check_xfer_state", "nixlBackendError", patched)
+            transport.progress()
+            assert not transport.is_attached(remote)
+            for each in reads:
+                assert transport.release(each)
+
+    def test_an_error_of_a_cancelled_read_does_not_fail_another_read_of_the_peer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, _, remote = self.pair()
+        with monkeypatch.context() as patched:
+            agent = reader.transport._reads._agent  # type: ignore[attr-defined]
+            patched.setattr(agent, "transfer", lambda handle: "PROC")
+            patched.setattr(agent, "check_xfer_state", lambda handle: "PROC")
+            cancelled = reader.transport.read(remote, whole(64), TIMEOUT_S)
+            reader.transport.progress()
+            assert not reader.transport.release(cancelled)
+            other = reader.transport.read(remote, whole(64), TIMEOUT_S)
+            break_connection(reader.transport, "check_xfer_state", "nixlBackendError", patched)
+            assert reader.transport.release(cancelled)
+        assert isinstance(reader.ended(other), TransferDone)
+        reader.release(other)
+        assert reader.transport.is_attached(remote)
+
 
 def break_connection(transport: Transport, call: str, error: str, patched: pytest.MonkeyPatch) -> None:
     """Makes a call of NIXL raise this error."""

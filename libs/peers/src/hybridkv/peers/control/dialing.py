@@ -6,7 +6,8 @@ connections, a new one replaces the oldest connection that is not open, or ends 
 address that does not answer does not block connections to other addresses.
 
 A name may have several addresses, such as one of IPv6 and one of IPv4. They are tried in the order of the system, until
-the peer answers at one of them. All together have the time limit of one connection.
+the expected peer answers at one of them; without an expected peer, until any peer answers. All together have the time
+limit of one connection.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hybridkv.peers.wire import CloseReason, is_loopback
 
 MAX_NAMES = 4
 MAX_ADDRESSES = 4
-"""Maximum addresses of one name that are tried. So each one has enough time to repeat a lost packet."""
+"""Maximum addresses of one name that are tried. The limit leaves each address time to repeat a lost packet."""
 EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
@@ -52,14 +53,15 @@ class Resolver:
         self._running: set[str] = set()
 
     def parse_numeric(self, host: str) -> tuple[str, ...]:
-        """The address if `host` is numeric, else none. None also for a text that cannot be a host name."""
+        """The address if `host` is numeric, else an empty tuple, also for a text that cannot be a host name."""
         return _addresses(host, socket.AI_NUMERICHOST)
 
     def begin(self, host: str, then: Callable[[tuple[str, ...]], None]) -> bool:
         """Starts a lookup, unless one of this name is running. Returns False if `MAX_NAMES` others are running.
 
         At the end of the lookup, `then` runs on the loop's thread, without an address if the lookup has failed or no
-        thread can be started. If a lookup was running already, only the `then` of that one runs.
+        thread can be started. If a lookup of this name was running already, this `then` does not run, but the `then`
+        of the running lookup does.
         """
         if host in self._running:
             return True
@@ -109,7 +111,7 @@ class Dialer:
 
     Args:
         settings: settings of the loop. Without a secret, the dialer connects to loopback addresses only.
-        outgoing: returns the outgoing connections of the loop, oldest first.
+        outgoing: returns the outgoing connections of the loop, in any order.
         on_connecting: called with each new connection.
         make_room: closes a connection to make room for a newer connection.
         end: called with the reason when no connection is made.
@@ -152,7 +154,8 @@ class Dialer:
         outgoing = self._outgoing()
         if len(outgoing) + len(self._waiting) < self._limits.max_connections:
             return True
-        oldest = next((each for each in outgoing if not each.is_open), None)
+        unfinished = (each for each in outgoing if not each.is_open)
+        oldest = min(unfinished, key=lambda each: each.began_s, default=None)
         waiting = next(iter(self._waiting), None)
         if oldest is not None and (waiting is None or oldest.began_s <= self._waiting[waiting][1]):
             self._make_room(oldest)
@@ -202,7 +205,7 @@ class Dialer:
             self._end(link, target.handlers, CloseReason.UNREACHABLE)
 
     def dial_next(self, failed: ControlConnection) -> bool:
-        """Replaces a connection that failed before the peer's Hello by one to the next address. Its sockets are closed.
+        """Replaces a connection that failed before it was open by one to the next address. Its sockets are closed.
 
         Returns False if no other address is left. Link and time limit stay the same.
         """

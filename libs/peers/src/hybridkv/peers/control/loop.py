@@ -22,7 +22,7 @@ from collections.abc import Callable
 import zmq
 
 from hybridkv.peers.control.curve import CurveKeys, ZapHandler
-from hybridkv.peers.control.dialing import Dialer, DialTarget
+from hybridkv.peers.control.dialing import MAX_ADDRESSES, Dialer, DialTarget
 from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId
 from hybridkv.peers.control.listener import Listener
 from hybridkv.peers.control.sockets import (
@@ -82,8 +82,9 @@ class ControlLoop:
         self._codec = MessageCodec(limits)
         self._hello = self._codec.encode(Hello(PROTOCOL_VERSION, name))
         self._context = zmq.Context()
-        # Each outgoing connection uses one socket, and two sockets for its events.
-        self._context.set(zmq.MAX_SOCKETS, 3 * limits.max_connections + 64)
+        # Each outgoing connection uses one socket, and two sockets for its events, at each address of its name. libzmq
+        # frees closed sockets late, so those of earlier addresses count too.
+        self._context.set(zmq.MAX_SOCKETS, 3 * MAX_ADDRESSES * limits.max_connections + 64)
         self._settings = ControlSettings(self._context, CurveKeys.of(secret), limits, clock)
         self._zap_handler = ZapHandler(self._context, self._settings.keys)
         self._commands = Commands()
@@ -342,10 +343,18 @@ class ControlLoop:
         try:
             action()
         except WireError as error:
-            self._close(connection, error.reason, error.detail)
+            if self._is_another_peer(connection, error.reason):
+                self._fail(connection, error.reason, error.detail)
+            else:
+                self._close(connection, error.reason, error.detail)
         except Exception as error:
             logger.warning("closing a control connection: handling its message failed", exc_info=True)
             self._close(connection, CloseReason.HANDLER, type(error).__name__)
+
+    def _is_another_peer(self, connection: ControlConnection, reason: CloseReason) -> bool:
+        """True if this side expects one peer and has found another, or itself."""
+        is_another = reason in (CloseReason.WRONG_PEER, CloseReason.SELF)
+        return is_another and connection.expected_peer not in (None, self._name)
 
     def _decode(self, frames: list[zmq.Frame]) -> WireMessage:
         if len(frames) != 1:
@@ -423,12 +432,13 @@ class ControlLoop:
         """False if a connection is closed, or if a connection to another address of the same name has replaced it."""
         return self._connections.get(connection.link) is connection
 
-    def _fail(self, connection: ControlConnection, reason: CloseReason) -> None:
-        """Handles a connection that the network or the peer ended without a message. If this side connects and has no
-        Hello of the peer, tries the next address of the peer's name."""
+    def _fail(self, connection: ControlConnection, reason: CloseReason, detail: str = "") -> None:
+        """Handles a connection that the network or the peer ended without a message, or that reached another peer. If
+        this side connects and the connection is not open, tries the next address of the peer's name."""
         if connection.monitor is None or connection.is_open or not self._is_current(connection):
-            self._close(connection, reason)
+            self._close(connection, reason, detail)
             return
+        logger.debug("control connection closed: %s %s", reason, detail)
         self._close_sockets(connection, connection.monitor, 0.0)
         if reason is not CloseReason.UNREACHABLE:
             connection.failure = reason

@@ -70,18 +70,18 @@ class ControlConnection:
     route: bytes | None = None
     fd: int = -1
     address: Address = ("", 0)
-    """Address of the peer. Set, like `fd` and the next two, only for an accepted connection."""
+    """Address of the peer. Set, like `fd` and `idle_s`, only for an accepted connection."""
     idle_s: float = math.inf
     """Time without a message of the peer after which the connection may be ended to make room."""
     last_message_s: float = 0.0
-    """Time of the last message of the peer."""
+    """Time of the last message of the peer. Used only for an accepted connection."""
     monitor: Socket | None = None
     """Set, like the next three, only for an outgoing connection."""
     expected_peer: str | None = None
     other_addresses: tuple[Address, ...] = ()
-    """Addresses of the same name that are tried if this connection fails before the peer's Hello."""
+    """Addresses of the same name that are tried if this connection fails before it is open."""
     failure: CloseReason = CloseReason.UNREACHABLE
-    """Failure at the last address that was not UNREACHABLE. Reported if the connection fails at all addresses."""
+    """Last reason of a failure at an address, except UNREACHABLE. Reported if the connection fails at all addresses."""
     is_open: bool = False
 
     def send(self, body: bytes) -> CloseReason | None:

@@ -58,6 +58,8 @@ class NixlRead:
         self.failed_s = 0.0
         self.posts: deque[Ranges] = deque()
         self.handles: list[Any] = []
+        self.post_error: TransferFailed | None = None
+        """Error of NIXL in a post, also one after the read has failed or was cancelled. GONE replaces another."""
         self.num_bytes = 0
         self.num_descriptors = 0
         self.state: TransferState = PENDING
@@ -67,6 +69,12 @@ class NixlRead:
             self.state = TransferFailed(reason, detail)
             self.failed_s = now_s
             self.posts.clear()
+
+    def fail_post(self, error: TransferFailed, now_s: float) -> None:
+        """Handles an error of NIXL in a post."""
+        if self.post_error is None or error.reason is TransferFailureReason.GONE:
+            self.post_error = error
+        self.fail(error.reason, error.detail, now_s)
 
 
 class NixlReads:
@@ -140,31 +148,30 @@ class NixlReads:
             if self._post(read, read.posts.popleft(), now_s):
                 break
         if isinstance(read.state, TransferFailed):
-            self._give_up_bad_peer(read, read.state, now_s)
+            self._give_up_bad_peer(read, now_s)
         elif read.state is PENDING and not read.posts and not read.handles:
             read.state = TransferDone(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
 
-    def _give_up_bad_peer(self, read: NixlRead, failed: TransferFailed, now_s: float) -> None:
+    def _give_up_bad_peer(self, read: NixlRead, now_s: float) -> None:
         """Gives up the peer of a failed read if its connection is or may be broken, or if a post does not end.
 
         NIXL keeps a broken connection, and every later read would fail, although the peer may be alive. For the posts
         in flight when a connection breaks, NIXL may report another error than the loss of the peer. After such an
-        error, the peer is given up if no other read needs the connection; another read reports the loss itself.
+        error, the peer is given up if no read of it is pending. A pending read reports the loss itself. A failed or
+        cancelled read does not: its posts may end without an error.
         """
+        error = read.post_error
         if read.handles:
             if now_s - read.failed_s > ABANDON_S:
                 self._give_up_agent(read.remote, "a read of this peer did not end after it was cancelled")
-        elif failed.reason is TransferFailureReason.GONE or (
-            failed.reason is TransferFailureReason.BROKEN and not self._is_in_use(read.remote)
+        elif error is not None and (
+            error.reason is TransferFailureReason.GONE
+            or (error.reason is TransferFailureReason.BROKEN and not self._has_pending_read(read.remote))
         ):
-            self._give_up_agent(read.remote, failed.detail)
+            self._give_up_agent(read.remote, error.detail)
 
-    def _is_in_use(self, remote: NixlRemote) -> bool:
-        """True if a read of this agent is pending, or has posts in flight."""
-        return any(
-            read.remote.agent == remote.agent and (read.state is PENDING or read.handles)
-            for read in self._reads.values()
-        )
+    def _has_pending_read(self, remote: NixlRemote) -> bool:
+        return any(read.remote.agent == remote.agent and read.state is PENDING for read in self._reads.values())
 
     def _give_up_agent(self, remote: NixlRemote, detail: str) -> None:
         """Gives up all attachments of a peer's agent: they share the connection."""
@@ -178,12 +185,12 @@ class NixlReads:
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:
-            read.fail(reason_of(error), str(error), now_s)
+            read.fail_post(TransferFailed(reason_of(error), str(error)), now_s)
             state = "ERR"
         if state == "PROC":
             return
         if state != "DONE":
-            read.fail(TransferFailureReason.BROKEN, f"NIXL returned {state}", now_s)
+            read.fail_post(TransferFailed(TransferFailureReason.BROKEN, f"NIXL returned {state}"), now_s)
         self._end(read, handle)
 
     def _post(self, read: NixlRead, ranges: Ranges, now_s: float) -> bool:
@@ -193,7 +200,7 @@ class NixlReads:
             handle = self._make(read, ranges)
             state = self._agent.transfer(handle)
         except Exception as error:
-            read.fail(reason_of(error), str(error), now_s)
+            read.fail_post(TransferFailed(reason_of(error), str(error)), now_s)
             state = "ERR"
         read.num_bytes += ranges.total_bytes
         read.num_descriptors += len(ranges)
@@ -202,7 +209,7 @@ class NixlReads:
             if state != "PROC":
                 self._end(read, handle)
         if state not in ("DONE", "PROC"):
-            read.fail(TransferFailureReason.BROKEN, f"NIXL returned {state}", now_s)
+            read.fail_post(TransferFailed(TransferFailureReason.BROKEN, f"NIXL returned {state}"), now_s)
         return bool(state == "DONE")
 
     def _end(self, read: NixlRead, handle: Any) -> None:
@@ -210,7 +217,7 @@ class NixlReads:
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as error:
-            read.fail(reason_of(error), str(error), self._clock())
+            read.fail_post(TransferFailed(reason_of(error), str(error)), self._clock())
             return
         read.handles.remove(handle)
 

@@ -155,7 +155,8 @@ class PeerReader:
 
     def _disconnect_given_up(self) -> None:
         """Disconnects peers that the transport has given up, because every later read of them would fail. The node
-        connects to them again."""
+        connects to them again. Other loads from these peers fail, also those that have their bytes and wait only for
+        seals."""
         for peer, source in list(self._sources.items()):
             if not self._transport.is_attached(source.remote):
                 self._detach(peer)

@@ -129,7 +129,8 @@ class ProducerConnections:
 
     def get(self, host: str, rank: RankAddress) -> ProducerConnection:
         """Returns the connection to a rank. Connects if there is no connection, and again if the transport has given up
-        the rank: then every read of the earlier connection would fail."""
+        the rank: then no new read over the earlier connection would succeed. Earlier loads over it end with `gone`,
+        also those that have their bytes and wait only for digests."""
         address = (host, rank.port, rank.name)
         peer = self._by_address.get(address)
         if peer is not None and self._is_given_up(peer):
