@@ -137,7 +137,7 @@ def test_the_addresses_of_a_name_share_the_time_that_is_left() -> None:
 def test_late_closed_sockets_of_earlier_addresses_keep_no_peer_out(make_loop: MakeLoop, set_names: SetNames) -> None:
     """libzmq frees closed sockets on a thread of its own, some time after the close."""
     set_names(lambda host: ["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.1"])
-    limits = msgspec.structs.replace(KEPT, max_handshakes=KEPT.max_connections)
+    limits = msgspec.structs.replace(KEPT, max_connections=160, max_handshakes=160)
     here = [Recorder() for _ in range(limits.max_connections)]
     _, port = make_loop("producer", limits).listen("127.0.0.1", 0, Recorder().handlers)
     consumer = make_loop("consumer", limits)
