@@ -58,7 +58,7 @@ def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num
 
 
 def _for_larger_blocks(group: GroupSpec) -> GroupSpec:
-    """The group with a window that begins where the first block of any reader begins, or earlier."""
+    """The group with a larger window: it also has the tokens that blocks of `MAX_READER_BLOCK_TOKENS` need."""
     if group.kind is not GroupKind.WINDOW:
         return group
     assert group.window_tokens is not None

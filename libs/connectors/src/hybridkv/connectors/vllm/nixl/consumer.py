@@ -108,8 +108,7 @@ class Consumer:
             self._refuse(read.request, error)
 
     def _require_blocks(self, read: _RemoteLoad) -> None:
-        """Refuses the load if the producer lacks blocks, after each change of the adapter's content or of the computed
-        tokens."""
+        """Refuses the load if the producer lacks blocks. With more computed tokens later, it stays refused."""
         try:
             require_blocks(self._groups, read.prompt, read.usable_tokens, read.computed_tokens)
         except ParamsError as error:
