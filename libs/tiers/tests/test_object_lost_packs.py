@@ -16,6 +16,7 @@ from object_engines import Engine, chunks_of, last_is_named, path_of
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot
 from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.names import manifest_name, prefix_of
 from hybridkv.tiers.object.sweeping import Sweep, SweepRules
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -196,4 +197,28 @@ def test_longer_manifests_are_replaced_after_an_engine_stores_its_own_lost_chunk
     forget(engine, PATH)
     store(engine, prefix_of_chunks(chunks))
     engine.close()
+    assert fleet.restores(chunks)
+
+
+def test_a_place_that_this_engine_stored_is_not_replaced_by_an_older_manifest(tmp_path: Path, fleet: Fleet) -> None:
+    chunks = chunks_of(PATH)
+    first = fleet.start()
+    store(first, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    [lost] = packs(tmp_path)
+    store(first, {key: chunks[key] for key in PATH[:14]}, len(PREFIX))
+    is_named(tmp_path, PATH[:14])
+    first.close()
+    shutil.rmtree(lost.parent)
+    kept = {manifest_name("", prefix_of(key))[3:] for key in PATH[12:14]}
+    for manifest in manifests(tmp_path):
+        if manifest.name not in kept:
+            manifest.unlink()
+    second = fleet.start()
+    store(second, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    assert second.look_up(PATH[:14]) == [HIT] * 14
+    assert second.load(PATH[:14]) == [chunks[key] for key in PATH[:14]]
+    store(second, chunks, 14)
+    second.close()
     assert fleet.restores(chunks)

@@ -1,5 +1,5 @@
-"""Pack checks: a manifest is a claim of its writer, and sweeps delete packs. So the packs of a path are checked before
-a manifest lists them.
+"""Pack checks: a manifest may list packs that a sweep has deleted. So the packs of a path are checked before a new
+manifest lists them.
 
 Only the existence of the objects is checked. Loads check the bytes.
 """
@@ -66,17 +66,18 @@ class PackChecks:
 
     async def missing(self, packs: Iterable[str]) -> set[str]:
         """Those of the packs that have no object of some rank. A pack that cannot be read now counts as present."""
-        checked = list(islice((pack for pack in dict.fromkeys(packs) if not self._was_seen(pack)), MAX_CHECKED))
+        checked = list(islice((pack for pack in dict.fromkeys(packs) if not self.was_seen(pack)), MAX_CHECKED))
         answers = await asyncio.gather(*map(self._is_missing, checked))
         return {pack for pack, is_missing in zip(checked, answers, strict=True) if is_missing}
 
-    def _was_seen(self, pack: str) -> bool:
+    def was_seen(self, pack: str) -> bool:
+        """True if the pack was stored or seen a short time ago."""
         seen_s = self._seen_s.get(pack)
         return seen_s is not None and self._clock() - seen_s < self._lasts_s
 
     async def _is_missing(self, pack: str) -> bool:
         async with self._room:
-            if self._was_seen(pack):
+            if self.was_seen(pack):
                 return False  # by a check of another manifest
             try:
                 for rank in range(self._world_size):

@@ -66,7 +66,7 @@ class ManifestWriter:
 
     def learn(self, path: Iterable[ManifestNode]) -> None:
         """Add the path of a manifest that was read."""
-        self._paths.learn(path, self._reader.is_bad)
+        self._paths.learn(path, self._reader.is_bad, self._reader.packs.was_seen)
 
     def publish(self, stored: Sequence[Stored]) -> None:
         """Write manifests. Chunks of an epoch that ended are left out: a store may end after a reset."""
