@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from object_engines import Engine, chunks_of, last_is_named, path_of
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot
 from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.manifests.pack_checks import MAX_CHECKING, REMEMBERED_S, PackChecks
 from hybridkv.tiers.object.names import manifest_name, prefix_of
 from hybridkv.tiers.object.sweeping import Sweep, SweepRules
 
@@ -222,3 +224,38 @@ def test_a_place_that_this_engine_stored_is_not_replaced_by_an_older_manifest(tm
     store(second, chunks, 14)
     second.close()
     assert fleet.restores(chunks)
+
+
+class FailingStore:
+    """A store in which each read raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.num_reads = 0
+
+    async def get_async(self, name: str, options: Any = None) -> None:
+        self.num_reads += 1
+        await asyncio.sleep(0)
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [OSError("failed"), FileNotFoundError("missing")])
+def test_checks_of_many_manifests_do_not_repeat_a_failed_or_missing_read(error: Exception) -> None:
+    store, now_s = FailingStore(error), 0.0
+    checks = PackChecks(store, 1, FOUND_S, lambda: now_s)  # type: ignore[arg-type]
+    names = [f"pack-{number}" for number in range(20)]
+    missing = set(names) if isinstance(error, FileNotFoundError) else set()
+    num_reads = 2 * len(names) if missing else MAX_CHECKING
+
+    async def check() -> None:
+        assert await asyncio.gather(*(checks.missing(names) for _ in range(16))) == [missing] * 16
+
+    async def check_twice() -> None:
+        nonlocal now_s
+        await check()
+        assert store.num_reads <= num_reads
+        now_s += REMEMBERED_S
+        await check()
+        assert num_reads < store.num_reads <= 2 * num_reads
+
+    asyncio.run(check_twice())
