@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from object_engines import Engine, chunks_of, last_is_named, path_of
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot
 from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.manifests.pack_checks import MAX_CHECKING, REMEMBERED_S, PackChecks
+from hybridkv.tiers.object.names import manifest_name, prefix_of
 from hybridkv.tiers.object.sweeping import Sweep, SweepRules
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -197,3 +200,62 @@ def test_longer_manifests_are_replaced_after_an_engine_stores_its_own_lost_chunk
     store(engine, prefix_of_chunks(chunks))
     engine.close()
     assert fleet.restores(chunks)
+
+
+def test_a_place_that_this_engine_stored_is_not_replaced_by_an_older_manifest(tmp_path: Path, fleet: Fleet) -> None:
+    chunks = chunks_of(PATH)
+    first = fleet.start()
+    store(first, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    [lost] = packs(tmp_path)
+    store(first, {key: chunks[key] for key in PATH[:14]}, len(PREFIX))
+    is_named(tmp_path, PATH[:14])
+    first.close()
+    shutil.rmtree(lost.parent)
+    kept = {manifest_name("", prefix_of(key))[3:] for key in PATH[12:14]}
+    for manifest in manifests(tmp_path):
+        if manifest.name not in kept:
+            manifest.unlink()
+    second = fleet.start()
+    store(second, prefix_of_chunks(chunks))
+    is_named(tmp_path, PREFIX)
+    assert second.look_up(PATH[:14]) == [HIT] * 14
+    assert second.load(PATH[:14]) == [chunks[key] for key in PATH[:14]]
+    store(second, chunks, 14)
+    second.close()
+    assert fleet.restores(chunks)
+
+
+class FailingStore:
+    """A store in which each read raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.num_reads = 0
+
+    async def get_async(self, name: str, options: Any = None) -> None:
+        self.num_reads += 1
+        await asyncio.sleep(0)
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [OSError("failed"), FileNotFoundError("missing")])
+def test_checks_of_many_manifests_do_not_repeat_a_failed_or_missing_read(error: Exception) -> None:
+    store, now_s = FailingStore(error), 0.0
+    checks = PackChecks(store, 1, FOUND_S, lambda: now_s)  # type: ignore[arg-type]
+    names = [f"pack-{number}" for number in range(20)]
+    missing = set(names) if isinstance(error, FileNotFoundError) else set()
+    num_reads = 2 * len(names) if missing else MAX_CHECKING
+
+    async def check() -> None:
+        assert await asyncio.gather(*(checks.missing(names) for _ in range(16))) == [missing] * 16
+
+    async def check_twice() -> None:
+        nonlocal now_s
+        await check()
+        assert store.num_reads <= num_reads
+        now_s += REMEMBERED_S
+        await check()
+        assert num_reads < store.num_reads <= 2 * num_reads
+
+    asyncio.run(check_twice())

@@ -62,19 +62,26 @@ class Paths:
             ended[prefix] = None
         return list(ended)
 
-    def learn(self, path: Iterable[ManifestNode], is_bad: Callable[[ManifestPart], bool] = lambda part: False) -> None:
-        """Add the path of a manifest. Its places replace known places: older packs may be deleted. A bad part is not
-        added. If no other place of the part is known, the part counts as missing: no manifest includes the part or a
-        later prefix until the part is stored again."""
+    def learn(
+        self,
+        path: Iterable[ManifestNode],
+        is_bad: Callable[[ManifestPart], bool] = lambda part: False,
+        was_seen: Callable[[str], bool] = lambda pack: False,
+    ) -> None:
+        """Add the path of a manifest. Its places replace known places, because older packs may be deleted, but a place
+        stays if its pack was seen a short time ago. A bad part is not added. If no other place of the part is known,
+        the part counts as missing: no manifest includes the part or a later prefix until the part is stored again."""
         before = _BEGINNING
         for node in path:
             step = self._step(node.prefix)
             step.before = before
             step.is_learned = True
             for part in node.parts:
+                known = step.parts.get(part.tag)
                 if not is_bad(part):
-                    self._put(step, part)
-                elif part.tag not in step.parts:
+                    if known is None or not was_seen(known.pack):
+                        self._put(step, part)
+                elif known is None:
                     step.needed_tags |= {part.tag}
             before = node.prefix
 

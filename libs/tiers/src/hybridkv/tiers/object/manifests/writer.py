@@ -66,7 +66,7 @@ class ManifestWriter:
 
     def learn(self, path: Iterable[ManifestNode]) -> None:
         """Add the path of a manifest that was read."""
-        self._paths.learn(path, self._reader.is_bad)
+        self._paths.learn(path, self._reader.is_bad, self._reader.packs.was_seen)
 
     def publish(self, stored: Sequence[Stored]) -> None:
         """Write manifests. Chunks of an epoch that ended are left out: a store may end after a reset."""
@@ -126,13 +126,13 @@ class ManifestWriter:
         """
         from obstore.exceptions import AlreadyExistsError
 
-        data = encode_manifest(self._seals, name, self._world_size, path)
-        if len(data) > self._options.manifest_bytes or sum(len(node.parts) for node in path) > MAX_PARTS:
-            logger.debug("a path of %d prefixes is too long for a manifest", len(path))
-            return
         try:
             if await self._missing(path, packs_in(path)):
                 self._unpublished[prefix] = None  # until the missing chunks are stored again
+                return
+            data = encode_manifest(self._seals, name, self._world_size, path)
+            if len(data) > self._options.manifest_bytes or sum(len(node.parts) for node in path) > MAX_PARTS:
+                logger.debug("a path of %d prefixes is too long for a manifest", len(path))
                 return
             try:
                 async with self._reader.requests:
