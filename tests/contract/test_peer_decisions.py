@@ -34,11 +34,11 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR
 from hybridkv.connectors.vllm.common.identity import adapters
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WorkerAddress
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
-from oracle.peer_mixes import with_blocks
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
 FULL = Mix("full", (Group(Kind.FULL, 16),))
 WINDOW = Mix("window", (Group(Kind.WINDOW, 16, reach_tokens=24), Group(Kind.FULL, 16)))
+WINDOW_IN_LARGER_BLOCKS = Mix("window", (Group(Kind.WINDOW, 32, reach_tokens=24), Group(Kind.FULL, 32)))
 CHUNKED = Mix("chunked", (Group(Kind.CHUNKED, 16, reach_tokens=48), Group(Kind.FULL, 16)))
 SOON_S = patience.seconds(6.0)
 HOUR_NS = 3600 * 10**9
@@ -240,7 +240,7 @@ def with_freed_blocks(num_tokens: int, num_freed: int, started: list[Any]) -> di
 def test_freed_blocks_that_larger_blocks_need_are_refused_before_a_load(started: list[Any]) -> None:
     """The window of 115 tokens begins with token 92, in the consumer's block of tokens 64 to 95."""
     for computed, num_freed, offer in ((0, 4, (115, True)), (0, 5, (0, False)), (96, 5, (19, True))):
-        consumer = Half(with_blocks(WINDOW, 2), "kv_consumer", started)
+        consumer = Half(WINDOW_IN_LARGER_BLOCKS, "kv_consumer", started)
         request = consumer.request("d", 116, with_freed_blocks(116, num_freed, started))
         assert consumer.connector.get_num_new_matched_tokens(request, computed) == offer
         assert consumer.connector.get_num_new_matched_tokens(request, computed) == offer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -71,6 +72,16 @@ def require_open(heard: Recorder) -> None:
     assert (len(heard.opened), heard.closed) == (1, [])
 
 
+def free_port() -> int:
+    """Port that is free at several addresses. Below the ports that the system gives to connections."""
+    for port in range(21_000, 32_000):
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            for address in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"):
+                opened.enter_context(socket.create_server((address, port)))
+            return port
+    raise RuntimeError("no port is free")
+
+
 @pytest.mark.parametrize("first", [["::1"], ["127.0.0.2"], ["127.0.0.2", "::1", "127.0.0.3"]])
 def test_each_address_of_a_name_is_tried(make_loop: MakeLoop, set_names: SetNames, first: list[str]) -> None:
     """A name has an address of IPv6 and one of IPv4, and the peer listens at one of them."""
@@ -85,7 +96,7 @@ def test_each_address_of_a_name_is_tried(make_loop: MakeLoop, set_names: SetName
 def test_an_address_with_another_service_keeps_no_peer_out(make_loop: MakeLoop, set_names: SetNames) -> None:
     set_names(lambda host: ["127.0.0.2", "127.0.0.1"])
     here = Recorder()
-    _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
+    _, port = make_loop("producer").listen("127.0.0.1", free_port(), Recorder().handlers)
     with socket.create_server(("127.0.0.2", port)) as other:
         make_loop("consumer").connect("name.example", port, "producer", here.handlers)
         other.settimeout(TIMEOUT_S)
@@ -98,7 +109,7 @@ def test_an_address_that_does_not_answer_is_given_up(make_loop: MakeLoop, set_na
     """The loop's clock stands still, so only libzmq's timers run."""
     set_names(lambda host: ["127.0.0.2", "127.0.0.1"])
     here, limits = Recorder(), WireLimits(handshake_timeout_s=patience.seconds(0.2))
-    _, port = make_loop("producer").listen("127.0.0.1", 0, Recorder().handlers)
+    _, port = make_loop("producer").listen("127.0.0.1", free_port(), Recorder().handlers)
     with socket.create_server(("127.0.0.2", port), backlog=0 if is_full else None) as silent:
         # The system drops further packets once the queue of the listener is full.
         waiting = [socket.socket() for _ in range(4 if is_full else 0)]
@@ -139,7 +150,7 @@ def test_late_closed_sockets_of_earlier_addresses_keep_no_peer_out(make_loop: Ma
     set_names(lambda host: ["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.1"])
     limits = msgspec.structs.replace(KEPT, max_connections=160, max_handshakes=160)
     here = [Recorder() for _ in range(limits.max_connections)]
-    _, port = make_loop("producer", limits).listen("127.0.0.1", 0, Recorder().handlers)
+    _, port = make_loop("producer", limits).listen("127.0.0.1", free_port(), Recorder().handlers)
     consumer = make_loop("consumer", limits)
     for heard in here:
         consumer.connect("name.example", port, "producer", heard.handlers)
@@ -170,7 +181,7 @@ def test_a_peer_that_answers_ends_the_search(make_loop: MakeLoop, set_names: Set
     set_names(lambda host: ["127.0.0.1", "127.0.0.2"])
     heard, there = Recorder(), Recorder()
     consumer = make_loop("consumer")
-    _, port = consumer.listen("127.0.0.1", 0, there.handlers)
+    _, port = consumer.listen("127.0.0.1", free_port(), there.handlers)
     make_loop("producer").listen("127.0.0.2", port, there.handlers)
     consumer.connect("name.example", port, None, heard.handlers)
     heard.until(lambda: bool(heard.opened or heard.closed))
@@ -185,7 +196,7 @@ def test_another_peer_does_not_end_the_search_for_an_expected_one(
     addresses = ["127.0.0.2", "127.0.0.1"]
     set_names(lambda host: addresses)
     here, there = Recorder(), Recorder()
-    _, port = make_loop("producer").listen("127.0.0.1", 0, there.handlers)
+    _, port = make_loop("producer").listen("127.0.0.1", free_port(), there.handlers)
     consumer = make_loop("consumer")
     (consumer if first == "consumer" else make_loop(first)).listen("127.0.0.2", port, Recorder().handlers)
     consumer.connect("name.example", port, "producer", here.handlers)
