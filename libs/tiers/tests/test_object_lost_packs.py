@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import patience
 import pytest
@@ -18,7 +19,9 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.manifests.pack_checks import MAX_CHECKING, REMEMBERED_S, PackChecks
-from hybridkv.tiers.object.names import manifest_name, prefix_of
+from hybridkv.tiers.object.manifests.writer import MAX_AGAIN, ManifestWriter
+from hybridkv.tiers.object.names import manifest_name, pack_name, prefix_of
+from hybridkv.tiers.object.packs import PackPlace, Stored
 from hybridkv.tiers.object.sweeping import Sweep, SweepRules
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -259,3 +262,18 @@ def test_checks_of_many_manifests_do_not_repeat_a_failed_or_missing_read(error: 
         assert num_reads < store.num_reads <= 2 * num_reads
 
     asyncio.run(check_twice())
+
+
+def test_one_store_writes_a_limited_number_of_the_manifests_through_a_lost_prefix() -> None:
+    epochs, loop = MagicMock(manifest_namespace=""), MagicMock()
+    loop.spawn.side_effect = lambda work, is_write: work.close()
+    writer = ManifestWriter(MagicMock(), MagicMock(), MagicMock(), MagicMock(), epochs, loop)
+    root, *ends = (PATH[0][:16] + number.to_bytes(32, "little") for number in range(MAX_AGAIN + 100))
+    place = PackPlace(pack_name("", "pack"), 0, 9)
+    writer.publish([Stored(root, place, []), *(Stored(end, place, [root]) for end in ends)])
+    writer.retract(root, place)
+    loop.spawn.reset_mock()
+    writer.publish([Stored(root, place, [])])
+    assert loop.spawn.call_count == MAX_AGAIN + 1
+    writer.publish([])
+    assert loop.spawn.call_count == len(ends) + 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, encode_manifest, is_of_another_version
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_UNPUBLISHED = 1024
 """Limit of path ends whose manifest is not written yet."""
+MAX_AGAIN = 256
+"""Limit of these path ends that one store tries again."""
 
 
 class ManifestWriter:
@@ -84,8 +87,11 @@ class ManifestWriter:
             for prefix in again:
                 del self._lost[prefix]
             through = self._paths.manifest_prefixes_through(again, MANIFEST_EVERY)
-            self._unpublished.update(dict.fromkeys(prefix for prefix in through if prefix not in ends))
-        waiting, self._unpublished = self._unpublished, {}
+            newest = through[-MAX_UNPUBLISHED:]
+            self._unpublished.update(dict.fromkeys(prefix for prefix in newest if prefix not in ends))
+        waiting = list(islice(self._unpublished, MAX_AGAIN))
+        for prefix in waiting:
+            del self._unpublished[prefix]
         for prefix in (*waiting, *ends):
             path = self._paths.up_to(prefix)
             if path is None:
