@@ -179,10 +179,21 @@ def test_a_request_that_is_refused_room_has_stops() -> None:
     assert bench.ask(waiting) == 0 and bench.stores[0].planned == ["waiting"]
 
 
-def test_a_child_that_fails_to_plan_stops_does_not_end_the_engine(said: list[str]) -> None:
-    bench = Bench(FakeStore(64), FakeStore(OSError("away"), stores_only=True))
-    assert bench.admit(new_request()) == 0
-    assert said == ["request r: no prefill stops, because a connector failed to plan them"]
+@pytest.mark.parametrize("tokens", [64, 0])
+@pytest.mark.parametrize("answer", [None, OSError("away")], ids=["unanswered", "raised"])
+def test_a_child_without_an_answer_plans_its_stops(answer: Exception | None, tokens: int) -> None:
+    """It may store the request, and its lookup planned none."""
+    bench = Bench(FakeStore(tokens), FakeStore(answer))
+    assert bench.admit(new_request()) == (0 if tokens else None)
+    assert [store.planned for store in bench.stores] == [[], ["r"]]
+
+
+def test_a_child_that_fails_to_plan_stops_costs_only_its_own(said: list[str]) -> None:
+    stores = FakeStore(stores_only=True, planning_error=OSError("away")), FakeStore(64), FakeStore(stores_only=True)
+    bench = Bench(*stores)
+    assert bench.admit(new_request()) == 1
+    assert said == ["request r: s0 failed to plan its prefill stops"]
+    assert stores[2].planned == ["r"]
 
 
 def test_after_its_timeout_a_request_does_not_wait_again() -> None:
