@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from multi_fakes import BLOCK_BYTES, Bench, FakeStore, new_blocks, new_request, output, scheduled
@@ -271,6 +272,27 @@ def test_a_request_with_a_failed_load_waits_for_requests_with_blocks() -> None:
     assert bench.ask(failed) is None, "loaded, but not scheduled yet"
     bench.selector.plan_step(scheduled([holding], 1))
     assert bench.ask(failed) == 64
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_offer_ends_the_wait_for_room(is_async: bool) -> None:
+    """The engine had no room for the offered load. Short waits behind several failed loads do not add up."""
+    bench, request = Bench(FakeStore(64)), new_request()
+    pool = SimpleNamespace(num_gpu_blocks=1001, get_num_free_blocks=lambda: 1000)
+    bench.selector.bind_block_pool(pool)  # type: ignore[arg-type]
+    admission = bench.selector._admission
+    admission.fail("first", request.num_tokens)
+    assert bench.ask(request) is None
+    admission.give_back("first")
+    bench.clock.now_s += 1.0
+    bench.stores[0].is_async = is_async
+    assert bench.ask(request) == 64
+    bench.stores[0].is_async = True
+    bench.clock.now_s += MAX_GATE_S
+    admission.fail("second", request.num_tokens)
+    assert bench.ask(request) is None
+    bench.clock.now_s += MAX_GATE_S
+    assert bench.ask(request) == 0
 
 
 def test_the_wait_after_a_failed_load_is_bounded() -> None:

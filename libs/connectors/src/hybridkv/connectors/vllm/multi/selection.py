@@ -327,6 +327,8 @@ class Selector:
                 verdict = self._gate(gate_load, request, candidate)
                 if verdict is not Verdict.ADMIT:
                     return (None if verdict is Verdict.WAIT else 0), False
+            # The engine may have no room for the load. Then the next wait begins anew.
+            candidate.room = candidate.room.ended()
             candidate.chosen = choice.child
             return choice.tokens, is_async
         if isinstance(choice, Wait):
