@@ -39,6 +39,7 @@ class FakeStore:
     asked: int = 0
     planned: list[str] = field(default_factory=list)
     """Requests with stops that were planned without a lookup."""
+    planning_error: Exception | None = None
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self.asked += 1
@@ -48,8 +49,8 @@ class FakeStore:
 
     def plan_without_lookup(self, request: Any, computed_tokens: int) -> None:
         self.planned.append(request.request_id)
-        if isinstance(self.tokens, Exception):
-            raise self.tokens
+        if self.planning_error is not None:
+            raise self.planning_error
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_tokens: int) -> None:
         self.told.append((request.request_id, num_tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from multi_fakes import BLOCK_BYTES, Bench, FakeStore, new_blocks, new_request, output, scheduled
@@ -180,10 +181,21 @@ def test_a_request_that_is_refused_room_has_stops() -> None:
     assert bench.ask(waiting) == 0 and bench.stores[0].planned == ["waiting"]
 
 
-def test_a_child_that_fails_to_plan_stops_does_not_end_the_engine(said: list[str]) -> None:
-    bench = Bench(FakeStore(64), FakeStore(OSError("away"), stores_only=True))
-    assert bench.admit(new_request()) == 0
-    assert said == ["request r: no prefill stops, because a connector failed to plan them"]
+@pytest.mark.parametrize("tokens", [64, 0])
+@pytest.mark.parametrize("answer", [None, OSError("away")], ids=["unanswered", "raised"])
+def test_a_child_without_an_answer_plans_its_stops(answer: Exception | None, tokens: int) -> None:
+    """It may store the request, and its lookup planned none."""
+    bench = Bench(FakeStore(tokens), FakeStore(answer))
+    assert bench.admit(new_request()) == (0 if tokens else None)
+    assert [store.planned for store in bench.stores] == [[], ["r"]]
+
+
+def test_a_child_that_fails_to_plan_stops_costs_only_its_own(said: list[str]) -> None:
+    stores = FakeStore(stores_only=True, planning_error=OSError("away")), FakeStore(64), FakeStore(stores_only=True)
+    bench = Bench(*stores)
+    assert bench.admit(new_request()) == 1
+    assert said == ["request r: s0 failed to plan its prefill stops"]
+    assert stores[2].planned == ["r"]
 
 
 def test_after_its_timeout_a_request_does_not_wait_again() -> None:
@@ -261,6 +273,27 @@ def test_a_request_with_a_failed_load_waits_for_requests_with_blocks() -> None:
     assert bench.ask(failed) is None, "loaded, but not scheduled yet"
     bench.selector.plan_step(scheduled([holding], 1))
     assert bench.ask(failed) == 64
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_offer_ends_the_wait_for_room(is_async: bool) -> None:
+    """The engine had no room for the offered load. Short waits behind several failed loads do not add up."""
+    bench, request = Bench(FakeStore(64)), new_request()
+    pool = SimpleNamespace(num_gpu_blocks=1001, get_num_free_blocks=lambda: 1000)
+    bench.selector.bind_block_pool(pool)  # type: ignore[arg-type]
+    admission = bench.selector._admission
+    admission.fail("first", request.num_tokens)
+    assert bench.ask(request) is None
+    admission.give_back("first")
+    bench.clock.now_s += 1.0
+    bench.stores[0].is_async = is_async
+    assert bench.ask(request) == 64
+    bench.stores[0].is_async = True
+    bench.clock.now_s += MAX_GATE_S
+    admission.fail("second", request.num_tokens)
+    assert bench.ask(request) is None
+    bench.clock.now_s += MAX_GATE_S
+    assert bench.ask(request) == 0
 
 
 def test_the_wait_after_a_failed_load_is_bounded() -> None:

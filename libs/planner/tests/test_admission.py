@@ -23,7 +23,7 @@ from hybridkv.planner import (
     gate_load,
     gate_lookup,
 )
-from hybridkv.planner.admission import MAX_GATE_S, NOT_WAITED
+from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS, NOT_WAITED
 
 SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 4), GroupSpec(GroupKind.RECURRENT, 8)), 8)
 POOL_BLOCKS = 40
@@ -253,3 +253,12 @@ def test_each_failed_load_defers_one_lookup_unless_the_request_was_scheduled_or_
 def test_an_unchanged_wait_is_the_same_value() -> None:
     wait = RoomWait(3, 1.0)
     assert gate_load(PASSING, wait, 5.0, RoomBounds())[1] is wait
+    assert NOT_WAITED.ended() is NOT_WAITED
+
+
+def test_the_polls_of_waits_that_have_ended_count() -> None:
+    wait = NOT_WAITED
+    for _ in range(MAX_GATED_POLLS):
+        verdict, wait = gate_load(FULL_POOL, wait.ended(), 1.0, RoomBounds())
+        assert verdict is Verdict.WAIT
+    assert gate_load(FULL_POOL, wait.ended(), 1.0, RoomBounds())[0] is Verdict.REFUSE

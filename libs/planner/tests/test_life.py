@@ -6,6 +6,7 @@ import pytest
 from life_world import World, ask
 
 from hybridkv.planner import Hit, Miss, Pending, Room, life
+from hybridkv.planner.admission import MAX_GATE_S
 from hybridkv.planner.stages import (
     COMPUTE,
     NEW_REQUEST,
@@ -111,13 +112,28 @@ def test_a_given_up_request_still_lets_others_pass() -> None:
     stage, step = life.resume(GIVEN_UP, facts(room=room), BOUNDS)
     assert isinstance(stage, GivenUp) and step is RETRY_LATER
     assert life.resume(stage, FACTS, BOUNDS) == (stage, COMPUTE)
+    assert life.answer_of(GIVEN_UP) == Miss(None, "3 loads of this request failed")
 
 
 def test_a_loading_request_waits_for_its_load_beside_others() -> None:
     """Its blocks may still be written, so it is not computed after the limit of the wait for room."""
     room = Room(10, 5, 0, True, 40, 40)
     assert life.resume(LOADING, facts(room=room), BOUNDS) == (LOADING, RETRY_LATER)
-    assert life.answer_of(GIVEN_UP) == Miss(None, "3 loads of this request failed")
+
+
+@pytest.mark.parametrize("free_room", [None, Room(10, 0, 0, False, 40, 40)], ids=["idle", "admitted"])
+@pytest.mark.parametrize("found", [FOUND_IN_PRIMARY, Holding(FOUND)], ids=["in_primary", "held"])
+def test_an_offer_ends_the_wait_for_room(found: Stage, free_room: Room | None) -> None:
+    """The engine had no room for the offered load. Short waits behind several failed loads do not add up."""
+    passing = Room(10, 0, 5, False, 40, 40)
+    hold = HoldState.READY if isinstance(found, Holding) else None
+    stage, step = life.resume(found, facts(hold, passing, 0.0), BOUNDS)
+    assert step is RETRY_LATER
+    stage, step = life.resume(stage, facts(hold, free_room, 1.0), BOUNDS)
+    assert step == Offer(64)
+    stage, step = life.resume(stage, facts(hold, passing, MAX_GATE_S), BOUNDS)
+    assert step is RETRY_LATER
+    assert life.resume(stage, facts(hold, passing, 2 * MAX_GATE_S), BOUNDS)[1] is COMPUTE
 
 
 def test_a_boundary_is_lowered_by_a_quarter_until_it_fits_a_few_times() -> None:

@@ -86,6 +86,8 @@ class Reference:
                 answer = self.gate(world, lets_pass, loads_end)
             elif room.has_failed and room.needed_blocks + room.reserved_blocks > room.free_blocks:
                 answer = 0
+        if answer:
+            self.gate_since = None
         return self.end(world, answer)
 
     def end(self, world: World, answer: int | None) -> int | None:

@@ -8,6 +8,8 @@ request needs to be scheduled, and delays a load that does not fit beside the ot
 `LoadAdmission` counts the blocks of each request. The decisions are functions of a `Room`. `RoomBounds` limits waits.
 """
 
+from __future__ import annotations
+
 import enum
 import functools
 from typing import Final
@@ -71,9 +73,10 @@ class RoomBounds(msgspec.Struct, frozen=True):
 
     Args:
         polls: maximum number of counted `RetryLater` replies to a request; None: no limit.
-        seconds: longest wait, from the first poll.
-        loads_end: every load ends in bounded time. Then polls of a request that waits for requests with blocks after
-            its failed load, or for requests after a failed load, are not counted.
+        seconds: longest wait, from its first poll.
+        loads_end: every load ends in bounded time. Then two kinds of polls are not counted: those of a request with a
+            failed load that waits for requests with blocks, and those of a request that waits for requests with a
+            failed load.
     """
 
     polls: int | None = MAX_GATED_POLLS
@@ -82,10 +85,19 @@ class RoomBounds(msgspec.Struct, frozen=True):
 
 
 class RoomWait(msgspec.Struct, frozen=True):
-    """Wait of one request for room: number of polls, and time of the first poll."""
+    """Waits of one request for room.
+
+    Args:
+        polls: number of counted polls of all waits.
+        since_s: time of the first poll of this wait; None if the request does not wait.
+    """
 
     polls: int = 0
     since_s: float | None = None
+
+    def ended(self) -> RoomWait:
+        """Value after the request was offered its load. Keeps the number of polls, which limits all waits together."""
+        return self if self.since_s is None else RoomWait(self.polls)
 
 
 NOT_WAITED: Final = RoomWait()
@@ -112,8 +124,8 @@ def gate_lookup(
 
     After a failed load the engine puts the request before all requests that have loaded, and schedules none of them
     while the first request does not fit. If the connector replies that it needs more time, the engine schedules the
-    other requests. If every load ends, a request that does not fit waits beyond the limits, so that these requests can
-    run.
+    loaded requests. If every load ends, a request with a failed load waits beyond the limits while it does not fit, so
+    that the loaded requests can run.
 
     Args:
         room: blocks now.
@@ -131,7 +143,10 @@ def gate_lookup(
 
 
 def gate_load(room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds) -> tuple[Verdict, RoomWait]:
-    """Decides whether a request with a hit may get blocks now, as `admit` does, within the limits of the wait."""
+    """Decides whether a request with a hit may get blocks now, as `admit` does, within the limits of the wait.
+
+    The caller ends the wait with `RoomWait.ended` when it offers the load.
+    """
     verdict = admit(room)
     if verdict is _WAIT:
         return _wait(wait, now_s, bounds, counts_polls=not (room.must_let_pass and bounds.loads_end))

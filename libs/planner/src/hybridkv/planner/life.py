@@ -336,7 +336,8 @@ def _offer_or_compute(
         verdict, wait = gate_load(facts.room, past.room, facts.now_s, bounds.room)
         if verdict is not _ADMIT:
             return _with_room(stage, wait), RETRY_LATER if verdict is _WAIT else COMPUTE
-    return stage, Offer(answer.num_tokens - facts.computed_tokens)
+    # The engine may have no room for the load. Then the next wait begins anew.
+    return _with_room(stage, past.room.ended()), Offer(answer.num_tokens - facts.computed_tokens)
 
 
 def _limit(past: Past, num_tokens: int) -> int:

@@ -60,7 +60,8 @@ class Child:
         return bool(getattr(self.connector, "has_bounded_lookups", False))
 
     def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
-        """Plans the prefill stops of a request that is not looked up in this child, if the child is able to.
+        """Plans the prefill stops of a request without an answer of this child. Does nothing if the connector has no
+        such method.
 
         Args:
             request: the request.

@@ -3,7 +3,8 @@
 It decides nothing: `hybridkv.planner.choose` chooses the child. The gates of `hybridkv.planner.admission` decide when
 there is room for the load, as for a single connector. A lookup that raises counts as an error, with one warning per
 child, and gives no hit. Children that only store, and children that failed to load the request before, are not looked
-up and not counted. They only plan the prefill stops of the request, because they may store it.
+up and not counted. They only plan the prefill stops of the request, because they may store it. So do children that have
+no answer when the request stops waiting.
 """
 
 from __future__ import annotations
@@ -256,33 +257,39 @@ class Selector:
             return None, False
         if self._prefill_stops is not None:
             self._prefill_stops.begin(request)
-        looked_up: set[int] = set()
-        num_tokens, is_async = self._choose(request, computed_tokens, looked_up)
+        answered: set[int] = set()
+        num_tokens, is_async = self._choose(request, computed_tokens, answered)
         if num_tokens is not None:
-            self._plan_stops(request, computed_tokens, looked_up, num_tokens, is_loaded=is_async)
+            self._plan_stops(request, computed_tokens, answered, num_tokens, is_loaded=is_async)
         return num_tokens, is_async
 
     def _plan_stops(
-        self, request: Request, computed_tokens: int, looked_up: Container[int], num_tokens: int, *, is_loaded: bool
+        self, request: Request, computed_tokens: int, answered: Container[int], num_tokens: int, *, is_loaded: bool
     ) -> None:
-        """Plans the prefill stops of children that were not looked up, since they may store. Sets the first stop of all
-        children in the engine."""
-        try:
-            for position, child in enumerate(self._children):
-                if position not in looked_up:
+        """Plans the prefill stops of children without an answer to this lookup, since they may store. Sets the first
+        stop of all children in the engine."""
+        for position, child in enumerate(self._children):
+            if position not in answered:
+                try:
                     child.plan_without_lookup(request, computed_tokens)
-            if self._prefill_stops is not None:
-                self._prefill_stops.end(request, computed_tokens + num_tokens, is_loaded=is_loaded)
+                except Exception:  # a child's error must not end the engine
+                    logger.exception(
+                        "request %s: %s failed to plan its prefill stops", printable(request.request_id), child.name
+                    )
+        if self._prefill_stops is None:
+            return
+        try:
+            self._prefill_stops.end(request, computed_tokens + num_tokens, is_loaded=is_loaded)
         except Exception:  # a child's error must not end the engine
             logger.exception(
                 "request %s: no prefill stops, because a connector failed to plan them",
                 printable(request.request_id),
             )
-            if self._prefill_stops is not None:
-                self._prefill_stops.begin(request)
+            self._prefill_stops.begin(request)
 
-    def _choose(self, request: Request, computed_tokens: int, looked_up: set[int]) -> tuple[int | None, bool]:
-        """See `matched_tokens`. Adds the positions of the children that it looks up to `looked_up`."""
+    def _choose(self, request: Request, computed_tokens: int, answered: set[int]) -> tuple[int | None, bool]:
+        """See `matched_tokens`. Adds to `answered` the positions of the children that answer with a number: their
+        lookups have planned their stops."""
         if compat.skips_prefix_cache(request):
             return 0, False
         request_id = request.request_id
@@ -301,7 +308,6 @@ class Selector:
             tokens: Answer = self._skip_reason(position, candidate)
             is_async = False
             if tokens is None:
-                looked_up.add(position)
                 try:
                     tokens, is_async = child.connector.get_num_new_matched_tokens(request, computed_tokens)
                 except Exception as error:  # a child's error must not end the engine
@@ -309,6 +315,7 @@ class Selector:
                     tokens = Unusable.RAISED
             answers.append(tokens)
             in_background.append(is_async)
+        answered.update(position for position, answer in enumerate(answers) if isinstance(answer, int))
         may_wait = self._may_wait(candidate)
         rates = self._estimator.rates() if self._estimator is not None else UNKNOWN_RATES
         most = max(0, request.num_tokens - 1 - computed_tokens)
@@ -322,6 +329,8 @@ class Selector:
                 verdict = self._gate(gate_load, request, candidate)
                 if verdict is not Verdict.ADMIT:
                     return (None if verdict is Verdict.WAIT else 0), False
+            # The engine may have no room for the load. Then the next wait begins anew.
+            candidate.room = candidate.room.ended()
             candidate.chosen = choice.child
             return choice.tokens, is_async
         if isinstance(choice, Wait):

@@ -106,8 +106,9 @@ class HybridOffloadConnector(StoreConnector):
         return self._scheduler
 
     def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
-        """Plans the prefill stops of a request that a parent connector does not look up here. The engine holds
-        `computed_tokens`. Does nothing until the store is open."""
+        """Plans the prefill stops of a request without an offer. A parent connector calls it if it did not look up the
+        request here, or if the lookup has no answer. The engine holds `computed_tokens`. Does nothing until the store
+        is open."""
         if isinstance(self._scheduler, OffloadScheduler):
             self._scheduler.plan_without_lookup(request, computed_tokens)
 

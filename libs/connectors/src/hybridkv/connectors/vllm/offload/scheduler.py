@@ -180,8 +180,9 @@ class OffloadScheduler:
         return num_tokens
 
     def plan_without_lookup(self, request: Request, computed_tokens: int) -> None:
-        """Plans the prefill stops of a request that a parent connector does not look up here. The engine holds
-        `computed_tokens`, and this connector loads nothing."""
+        """Plans the prefill stops of a request without an offer. A parent connector calls it if it did not look up the
+        request here, or if the lookup has no answer. The engine holds `computed_tokens`, and this connector loads
+        nothing."""
         tracked = self.track(request)
         self._requests.identify(tracked)
         self._plan_unsearched(tracked, computed_tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from hybridkv.planner.admission import LoadAdmission, RoomBounds, RoomWait, Verdict, gate_load
+from hybridkv.planner.admission import NOT_WAITED, LoadAdmission, RoomBounds, RoomWait, Verdict, gate_load
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -38,14 +38,15 @@ class LoadRoom:
 
     def verdict(self, request_id: str, num_tokens: int) -> Verdict:
         """Decides whether a request may get blocks for its load now, and records the request's wait. ADMIT if a parent
-        connector admits loads, or if no request holds blocks or waits after a failed load."""
+        connector admits loads, or if no request holds blocks or waits after a failed load. ADMIT ends the wait."""
         if self._admission is None or self._admission.is_idle or self.pool is None:
+            self._waits.pop(request_id, None)
             return Verdict.ADMIT
         pool_blocks, free_blocks = self.pool.num_gpu_blocks - 1, self.pool.get_num_free_blocks()
         room = self._admission.room(request_id, num_tokens, pool_blocks, free_blocks)
-        verdict, self._waits[request_id] = gate_load(
-            room, self._waits.get(request_id, RoomWait()), self._clock(), _BOUNDS
-        )
+        verdict, wait = gate_load(room, self._waits.pop(request_id, NOT_WAITED), self._clock(), _BOUNDS)
+        if verdict is not Verdict.ADMIT:
+            self._waits[request_id] = wait
         return verdict
 
     def take(self, request_id: str, num_tokens: int) -> None:
