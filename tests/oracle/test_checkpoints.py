@@ -101,16 +101,31 @@ def test_a_repeated_prompt_hits_where_chunks_are_longer_than_blocks(num_tokens: 
     assert again == [0, *[(num_tokens - 1) // chunk * chunk] * 2]
 
 
-@pytest.mark.parametrize(
+loads_nothing = pytest.mark.parametrize(
     "request_keys",
     [{"transfer_params": {"hybridkv_hints": {"load": False}}}, {"skips_prefix_cache": True}],
     ids=["hint", "scored"],
 )
+
+
+@loads_nothing
 @pytest.mark.parametrize("make", [offload, two], ids=["alone", "below_multi"])
 def test_a_request_that_must_not_load_stops_for_others(make: Any, request_keys: dict[str, Any]) -> None:
     runner, stem = PromptRunner(make(UNIT)), prompt(4 * UNIT, 0)
     assert [runner.ask(prompt(8 * UNIT + 3, seed, stem), **request_keys) for seed in (1, 2)] == [0, 0]
     assert runner.ask(prompt(8 * UNIT + 3, 3, stem)) == 4 * UNIT
+
+
+@loads_nothing
+def test_a_request_that_must_not_load_reuses_no_state_of_an_answer(request_keys: dict[str, Any]) -> None:
+    runner, said = PromptRunner(offload()), prompt(3 * UNIT + 3, 0)
+    runner.ask(said, 3 * UNIT)
+    said += [*runner.outputs(), *prompt(5, 1)]
+    answers = runner.engine.scheduler_connector._scheduler._checkpoints._answers  # type: ignore[union-attr]
+    assert runner.ask(said, 1, **request_keys) == 0
+    assert answers._answer_reuse.resumed_share == 0
+    assert runner.ask(said, 1) == 6 * UNIT
+    assert answers._answer_reuse.resumed_share > 0
 
 
 @pytest.mark.parametrize("is_child", [False, True], ids=["alone", "below_multi"])

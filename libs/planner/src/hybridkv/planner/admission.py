@@ -125,7 +125,8 @@ def gate_lookup(
     After a failed load the engine puts the request before all requests that have loaded, and schedules none of them
     while the first request does not fit. If the connector replies that it needs more time, the engine schedules the
     loaded requests. If every load ends, a request with a failed load waits beyond the limits while it does not fit, so
-    that the loaded requests can run.
+    that the loaded requests can run. So does a request that was scheduled since its failed load, and then preempted:
+    once it waits, vLLM 0.30 keeps it before requests that load later.
 
     Args:
         room: blocks now.

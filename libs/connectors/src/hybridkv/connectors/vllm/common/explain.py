@@ -34,9 +34,11 @@ class LookupReason(enum.StrEnum):
     TIER_ROOM = "tier_room"
     """A longer hit would not fit into the primary tier at once."""
     ENGINE_ROOM = "engine_room"
-    """The engine's pool had no room for the load's blocks beside other loads."""
+    """The engine's pool had no room for the load's blocks beside other loads. Not below HybridMultiConnector, which
+    admits the loads: there the reason is NOT_TAKEN."""
     NOT_TAKEN = "not_taken"
-    """Tokens were offered, but the engine did not take them, or HybridMultiConnector chose another child."""
+    """Tokens were offered, but the engine did not take them, or HybridMultiConnector chose another child, or had no
+    room for the load."""
     NO_BOUNDARY = "no_boundary"
     """No boundary lies between the tokens that the engine holds and the end of the request."""
     NOT_STORED = "not_stored"

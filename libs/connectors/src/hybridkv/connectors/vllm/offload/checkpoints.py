@@ -99,7 +99,10 @@ class AnswerStates:
 
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Called when a request is admitted; its computation begins at `num_tokens`. Counts the remembered states that
-        the request reuses there, and those later in its prompt, which it could reuse if they were stored."""
+        the request reuses there, and those later in its prompt, which it could reuse if they were stored. Counts none
+        for a request that must not load. The requests of a producer count, because consumers resume at its states."""
+        if not tracked.hints.load or compat.skips_prefix_cache(tracked.request):
+            return
         if tracked.checkpoint_state.was_admitted or not len(self._answer_reuse):
             # A request that was admitted before may have stored the remembered states itself.
             return

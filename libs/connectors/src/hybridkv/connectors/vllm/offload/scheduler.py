@@ -194,7 +194,7 @@ class OffloadScheduler:
         if self._checkpoints is not None:
             self._checkpoints.begin(tracked.request)
             if self._may_store(tracked):
-                self._checkpoints.plan_stops(tracked, 0, self._loads.loss_without_lookup(tracked))
+                self._checkpoints.plan_stops(tracked, 0, self._loads.loss_without_search(tracked))
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the request's external tokens into the blocks that the engine has allocated."""

@@ -346,8 +346,9 @@ class LoadPlanner:
         tracked.measured = (answer, computed, loss)
         return loss
 
-    def loss_without_lookup(self, tracked: TrackedRequest) -> Loss:
-        """Tokens that the FULL groups hold beyond the engine's own, for a request with keys that loads nothing."""
+    def loss_without_search(self, tracked: TrackedRequest) -> Loss:
+        """Tokens that the FULL groups hold beyond the engine's own, for a request with keys that loads nothing. Looks
+        up keys in the tiers, but does not search for a hit."""
         lookup, computed = TierLookup(tracked.keys(), self._stack), tracked.computed_tokens
         limit = max(tracked.request.num_tokens, computed)
         return measure_loss(self._layout.spec, limit, computed, computed, lookup, lookup)
