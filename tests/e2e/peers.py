@@ -115,9 +115,7 @@ class PeerProcess:
         os.kill(self.process.pid, signal.SIGSTOP)
         # The signal arrives with a delay, during which the threads still run.
         threads = Path(f"/proc/{self.process.pid}/task")
-        patience.wait_until(
-            lambda: {state_of(thread) for thread in threads.iterdir()} == {"T"}, "all threads are stopped"
-        )
+        patience.wait_until(lambda: are_stopped(threads), "all threads are stopped")
         try:
             yield
         finally:
@@ -159,9 +157,12 @@ class PeerProcess:
         raise RuntimeError(f"no answer to {name} (exit {self.process.exitcode}):\n{self.words()[-6000:]}")
 
 
-def state_of(task: Path) -> str:
-    """The state of a thread as a letter, as in `man proc`."""
-    return task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+def are_stopped(threads: Path) -> bool:
+    """Whether all threads in a process's `task` directory are stopped."""
+    try:
+        return {path.read_text().rpartition(")")[2].split()[0] for path in threads.glob("*/stat")} == {"T"}
+    except OSError:
+        return False  # one has ended just now
 
 
 class Two:
