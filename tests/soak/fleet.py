@@ -39,7 +39,7 @@ from soak.fleet_engine import FINGERPRINT, NUM_PATHS, path_of
 MIB = 1 << 20
 NUM_HEALTHY = 3
 SECRET = "the fleet's"
-END_S = patience.seconds(1.0)
+END_S = patience.seconds(3.0)
 """How long a process may take to end."""
 MOST_GROWN_BYTES = 64 * MIB
 MOST_POINTS = 2.0

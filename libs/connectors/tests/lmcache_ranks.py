@@ -284,7 +284,9 @@ class Rank:
             self.worker.results()
             return self.session.used_bytes == 0
 
-        return eventually(is_free, WAIT_S)
+        are_free = eventually(is_free, WAIT_S)
+        self.worker.results()  # counts operations that ended within the last look
+        return are_free
 
     def counted(self) -> dict[str, float]:
         """Counts since the last call, by name and labels."""

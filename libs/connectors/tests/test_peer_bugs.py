@@ -167,7 +167,6 @@ def test_memory_is_not_closed_during_a_digest(monkeypatch: pytest.MonkeyPatch) -
         assert begun.wait(WAIT_S)
         assert not producer.ranks[0].agent.close()
         go_on.set()
-        monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", WAIT_S)
 
 
 def test_a_thread_with_queued_work_ends_after_the_work() -> None:

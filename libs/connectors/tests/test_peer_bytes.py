@@ -71,8 +71,8 @@ def pair() -> Iterator[tuple[WholeRank, WholeRank]]:
     try:
         yield producer, consumer
     finally:
-        assert consumer.agent.close()
-        assert producer.agent.close()
+        peer_ranks.close(consumer.agent)
+        peer_ranks.close(producer.agent)
 
 
 @pytest.fixture(autouse=True)

@@ -93,9 +93,10 @@ def test_an_unanswered_call_ends_at_its_deadline_and_its_late_answer_is_reported
         held.append(list(frames[:3]))
         return [] if len(held) == 1 else [[*each, b"\xc3"] for each in held]
 
-    server.script = hold
     channel = _channel(server)
     try:
+        assert _ping(channel) == CallAnswer(True)
+        server.script = hold
         late: list[bool] = []
         first: CallResult[bool] = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, late.append))
         assert isinstance(first, CallFailure) and first.reason is CallFailureReason.TIMEOUT
@@ -107,9 +108,10 @@ def test_an_unanswered_call_ends_at_its_deadline_and_its_late_answer_is_reported
 
 
 def test_a_late_call_is_reported_when_its_connection_is_dropped(server: ScriptedServer) -> None:
-    server.script = silent
     channel = _channel(server)
     try:
+        assert _ping(channel) == CallAnswer(True)
+        server.script = silent
         late: list[bool] = []
         first: CallResult[bool] = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, late.append))
         assert isinstance(first, CallFailure) and first.reason is CallFailureReason.TIMEOUT
@@ -238,7 +240,8 @@ def test_delayed_tasks_run_when_a_channel_closes(server: ScriptedServer) -> None
 
 
 def test_a_server_is_pinged_between_tasks(server: ScriptedServer) -> None:
-    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+    options = ConnectionOptions(call_timeout_s=TIMEOUT_S)
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=options) as rig:
         is_posted, num_looks = threading.Event(), list[int]()
 
         def task(ready: Ready) -> None:
@@ -263,7 +266,7 @@ def test_a_server_that_finds_more_than_was_looked_up_is_malformed(server: Script
 def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [frames[:3]])
-        ended = rig.lookup(digests_of("endless", 4), timeout_s=0.3)
+        ended = rig.lookup(digests_of("endless", 4), timeout_s=QUICK_S)
         assert isinstance(ended, CallFailure) and ended.reason is CallFailureReason.TIMEOUT
         assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
 

@@ -6,6 +6,7 @@ import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.calls import CallAnswer, CallFailure, CallFailureReason
+from hybridkv.lmcache.connection import ConnectionOptions
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -188,7 +189,8 @@ def test_a_withdrawn_chunk_is_not_found_and_the_rest_is(server: ServerProcess) -
 
 
 def test_a_pool_that_a_server_forgot_is_registered_again(server: ServerProcess) -> None:
-    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+    # A heartbeat would register the pool before the store.
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=ConnectionOptions(beat_s=1e6)) as rig:
         digests = digests_of("forgotten", 1)
         content = content_of("forgotten", rig.geometry, 1)
         ready = rig.connection.ready

@@ -148,11 +148,12 @@ def test_a_stopped_server_costs_the_deadline(site: ServerSite) -> None:
         assert eventually(lambda: isinstance(rig.connection.state, Ready))
         assert rig.pool.num_taken == 0
         rig.store_readable(digests_of("goes on", 1), content_of("goes on", rig.geometry, 1))
-        status = site.server.status()
-        assert eventually(lambda: site.server.status()["registered_gpu_ids"] == [rig.pool.instance]), status
+        assert eventually(lambda: rig.pool.instance in site.server.status()["registered_gpu_ids"])
 
 
 def test_an_engine_that_leaves_is_unregistered(site: ServerSite) -> None:
     with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
-        assert site.server.status()["registered_gpu_ids"] == [rig.pool.instance]
-    assert eventually(lambda: site.server.status()["registered_gpu_ids"] == [])
+        instance = rig.pool.instance
+        assert instance in site.server.status()["registered_gpu_ids"]
+        rig.connection.close(patience.seconds(2.0))
+    assert eventually(lambda: instance not in site.server.status()["registered_gpu_ids"])

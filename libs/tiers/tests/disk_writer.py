@@ -180,7 +180,7 @@ class Writer:
     def gone(self) -> list[bytes]:
         """Committed keys that have been evicted since."""
         # Not `lookup`: it can see an eviction only after the janitor may have logged it.
-        return [key for key in self.committed if self.index.lacks(key)]
+        return [key for key in list(self.committed) if self.index.lacks(key)]
 
     def tell_evictions(self) -> None:
         for key in self.gone():

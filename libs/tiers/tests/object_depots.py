@@ -31,8 +31,8 @@ TIMEOUT_S = patience.seconds(12.0)
 
 def patient(**chosen: Any) -> ObjectOptions:
     """Options with timeouts that a busy machine does not exceed."""
-    bounds = {"request_timeout_s": 1.0, "connect_timeout_s": 0.5, "opening_timeout_s": 1.0, "close_timeout_s": 1.0}
-    return ObjectOptions(**{name: patience.seconds(expected_s) for name, expected_s in bounds.items()} | chosen)
+    names = ("request_timeout_s", "connect_timeout_s", "opening_timeout_s", "close_timeout_s", "check_timeout_s")
+    return ObjectOptions(**dict.fromkeys(names, TIMEOUT_S) | chosen)
 
 
 def depot_at(directory: Path, secret: bytes = b"") -> StoreLocation:

@@ -129,6 +129,12 @@ def path_of(number: int, seed: bytes = b"") -> list[bytes]:
     return [FULL + seed + bytes([step]) * (32 - len(seed)) for step in range(number)]
 
 
+def wait_until_named(engine: Engine, directory: Path, keys: list[bytes]) -> None:
+    """Wait until all manifests of a prefix that an engine stored are written."""
+    writes = engine.index._client._loop._writes
+    patience.wait_until(lambda: last_is_named(directory, keys) and not writes, "the manifests are written")
+
+
 def last_is_named(directory: Path, keys: list[bytes]) -> bool:
     """Whether the manifest of the whole prefix exists."""
     return any(path.name == manifest_name("", prefix_of(keys[-1]))[3:] for path in manifests(directory))

@@ -148,7 +148,8 @@ def test_a_killed_writer_with_room_for_all_loses_nothing(seed: int, tmp_path: Pa
 
 
 def test_writers_were_killed_in_every_kind_of_work() -> None:
-    assert sum(kills.values()) >= 190
+    # A janitor thread that starves may make fewer calls than in the whole run, so that its writer ends before the kill.
+    assert sum(kills.values()) >= sum(KILLS_OF_SEED[seed] for seed in range(FIRST_THREADED_SEED))
     assert {"Copy", "Save", "Drop", "Create", "Seal", "medium"} <= kills.keys(), kills
 
 

@@ -427,6 +427,7 @@ def test_a_lost_or_overwritten_mark_is_written_again(s3: PlayedS3, engines: list
     s3.objects[name] = b"junk"
     patience.wait_until(lambda: s3.objects.get(name) == mark, "the junk is overwritten")
     resetting.close()
+    engines.pop().close()
     assert loaded(s3, keys) is not None
 
 

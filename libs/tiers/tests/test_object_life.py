@@ -14,7 +14,7 @@ from typing import Any
 import patience
 import pytest
 from object_depots import FINGERPRINT, depot_at, manifests, packs, patient
-from object_engines import CHUNK_BYTES, Engine, chunks_of, last_is_named, path_of
+from object_engines import CHUNK_BYTES, Engine, chunks_of, last_is_named, path_of, wait_until_named
 from obstore.store import MemoryStore
 
 from hybridkv.planner import LookupResult
@@ -109,7 +109,7 @@ def test_chunks_served_from_host_memory_are_renewed(tmp_path: Path, engines: lis
     keys = path_of(NUM_KEYS)
     engine = start(tmp_path, engines)
     engine.store(keys, chunks_of(keys))
-    patience.wait_until(lambda: bool(manifests(tmp_path)), "manifests are written")
+    wait_until_named(engine, tmp_path, keys)
     wait_for_renewals(engine)
     client: Any = engine.index._client
     for known in client._renewer._keep_alive._manifests.values():
@@ -287,7 +287,7 @@ def test_two_hosts_storing_one_path_at_once_count_duplicates(tmp_path: Path, eng
     chunks = chunks_of(keys)
     first, second = start(tmp_path, engines), start(tmp_path, engines)
     first.store(keys, chunks)
-    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the first has written its manifest")
+    wait_until_named(first, tmp_path, keys)
     second.store(keys, chunks)
     counts: list[int] = []
 

@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 
 import patience
 import pytest
-from object_depots import TIMEOUT_S, depot_at, manifests, packs, patient
-from object_engines import Engine, chunks_of, last_is_named, path_of
+from object_depots import depot_at, manifests, packs, patient
+from object_engines import Engine, chunks_of, path_of, wait_until_named
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot
@@ -39,7 +39,7 @@ class Fleet:
         self._engines: list[Engine] = []
 
     def start(self, **chosen: Any) -> Engine:
-        options = patient(**{"found_s": FOUND_S, "missing_s": 1e-6, "check_timeout_s": TIMEOUT_S} | chosen)
+        options = patient(**{"found_s": FOUND_S, "missing_s": 1e-6} | chosen)
         engine = Engine(depot_at(self._directory), options=options, clock=lambda: time.monotonic() + self._ahead_s)
         self._engines.append(engine)
         return engine
@@ -90,10 +90,6 @@ def prefix_of_chunks(chunks: dict[bytes, bytes]) -> dict[bytes, bytes]:
     return {key: chunks[key] for key in PREFIX}
 
 
-def is_named(directory: Path, keys: list[bytes]) -> None:
-    patience.wait_until(lambda: last_is_named(directory, keys), "the manifest is written")
-
-
 def sweep_all(directory: Path) -> None:
     """Delete all packs and manifests, as a sweep after a night without use."""
     Sweep(DirectoryStore(str(directory), False), SweepRules(unused_s=4000.0, is_dry=False), time.time() + 5000.0).run()
@@ -107,18 +103,19 @@ def test_a_new_manifest_lists_the_place_that_was_just_read(tmp_path: Path, fleet
     first = fleet.start()
     storing = first if is_own else fleet.start()
     store(storing, prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    wait_until_named(storing, tmp_path, PREFIX)
     if not is_own:
         assert first.look_up(PREFIX) == [HIT] * 12
     fleet.expire()
     sweep_all(tmp_path)
-    store(fleet.start(), prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    other = fleet.start()
+    store(other, prefix_of_chunks(chunks))
+    wait_until_named(other, tmp_path, PREFIX)
     forget(first, PREFIX)
     assert first.look_up(PREFIX) == [HIT] * 12
     assert first.load(PREFIX) == [chunks[key] for key in PREFIX]
     store(first, chunks, 12)
-    is_named(tmp_path, PATH)
+    wait_until_named(first, tmp_path, PATH)
     assert fleet.restores(chunks)
 
 
@@ -127,7 +124,7 @@ def test_a_manifest_lists_no_pack_that_is_gone(tmp_path: Path, fleet: Fleet) -> 
     chunks = chunks_of(PATH)
     first = fleet.start()
     store(first, prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    wait_until_named(first, tmp_path, PREFIX)
     fleet.expire()
     sweep_all(tmp_path)
     store(first, chunks, 12)
@@ -135,7 +132,7 @@ def test_a_manifest_lists_no_pack_that_is_gone(tmp_path: Path, fleet: Fleet) -> 
     first.close()
     assert second.look_up(PATH) == [MISS] * 16
     store(second, chunks)
-    is_named(tmp_path, PATH)
+    wait_until_named(second, tmp_path, PATH)
     assert fleet.restores(chunks)
 
 
@@ -144,10 +141,10 @@ def test_a_manifest_of_a_missing_pack_is_replaced_by_an_engine_that_never_read_i
     chunks = chunks_of(PATH)
     first = fleet.start()
     store(first, prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    wait_until_named(first, tmp_path, PREFIX)
     [lost] = packs(tmp_path)
     store(first, chunks, 12)
-    is_named(tmp_path, PATH)
+    wait_until_named(first, tmp_path, PATH)
     first.close()
     second = fleet.start()
     shutil.rmtree(lost.parent)
@@ -164,7 +161,7 @@ def test_a_prefix_in_host_memory_is_stored_again_after_the_store_lost_it(
     chunks = prefix_of_chunks(chunks_of(PATH))
     engine = fleet.start()
     store(engine, chunks)
-    is_named(tmp_path, PREFIX)
+    wait_until_named(engine, tmp_path, PREFIX)
     before = packs(tmp_path)
     fleet.expire()
     if is_swept:
@@ -182,7 +179,7 @@ def test_a_prefix_in_host_memory_is_stored_again_after_the_store_lost_it(
     patience.wait_until(is_held, "the prefix is found or stored")
     engine.run()
     assert (packs(tmp_path) == before) is not is_swept
-    is_named(tmp_path, PREFIX)
+    wait_until_named(engine, tmp_path, PREFIX)
     assert fleet.restores(chunks)
 
 
@@ -192,10 +189,10 @@ def test_longer_manifests_are_replaced_after_an_engine_stores_its_own_lost_chunk
     chunks = chunks_of(PATH)
     engine = fleet.start()
     store(engine, prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    wait_until_named(engine, tmp_path, PREFIX)
     [lost] = packs(tmp_path)
     store(engine, chunks, 12)
-    is_named(tmp_path, PATH)
+    wait_until_named(engine, tmp_path, PATH)
     shutil.rmtree(lost.parent)
     forget(engine, PATH)
     assert engine.load(PATH) is None
@@ -209,10 +206,10 @@ def test_a_place_that_this_engine_stored_is_not_replaced_by_an_older_manifest(tm
     chunks = chunks_of(PATH)
     first = fleet.start()
     store(first, prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    wait_until_named(first, tmp_path, PREFIX)
     [lost] = packs(tmp_path)
     store(first, {key: chunks[key] for key in PATH[:14]}, len(PREFIX))
-    is_named(tmp_path, PATH[:14])
+    wait_until_named(first, tmp_path, PATH[:14])
     first.close()
     shutil.rmtree(lost.parent)
     kept = {manifest_name("", prefix_of(key))[3:] for key in PATH[12:14]}
@@ -221,7 +218,7 @@ def test_a_place_that_this_engine_stored_is_not_replaced_by_an_older_manifest(tm
             manifest.unlink()
     second = fleet.start()
     store(second, prefix_of_chunks(chunks))
-    is_named(tmp_path, PREFIX)
+    wait_until_named(second, tmp_path, PREFIX)
     assert second.look_up(PATH[:14]) == [HIT] * 14
     assert second.load(PATH[:14]) == [chunks[key] for key in PATH[:14]]
     store(second, chunks, 14)

@@ -39,7 +39,9 @@ BOUND_S = patience.seconds(6.0)
 QUICK = msgspec.structs.replace(
     OPTIONS, request_timeout_s=patience.seconds(0.2), connect_timeout_s=patience.seconds(0.1)
 )
-HASTY = SecondaryTierOptions(async_lookup_timeout_s=0.25, load_timeout_s=patience.seconds(0.3), breaker=BREAKER)
+HASTY = SecondaryTierOptions(
+    async_lookup_timeout_s=patience.seconds(0.05), load_timeout_s=patience.seconds(0.3), breaker=BREAKER
+)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +274,8 @@ def test_what_is_in_use_is_written_again_at_the_server(
     time.sleep(to_live_s / 2 + 1.0)
     options = msgspec.structs.replace(OPTIONS, time_to_live_s=to_live_s, renewals_per_s=10_000.0, found_s=600.0)
     engines.append(Engine(location, options=options, slower=PATIENT))
-    assert engines[0].look_up(keys) == [HIT] * 40
+    # A found chunk is a miss again after a second.
+    patience.wait_until(lambda: engines[0].look_up(keys) == [HIT] * 40, "all are found")
     patience.wait_until(lambda: all(modified()[path] > at for path, at in old.items()), "all are renewed")
     client: Any = engines[0].index._client
     patience.wait_until(client._renewer._renewal_task.done, "no renewal is running")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 
+import patience
+
 from hybridkv.peers.transport import Transport
 
 
@@ -16,5 +18,5 @@ def nixl(max_transfers: int = 64) -> Transport:
     from hybridkv.peers.transport import nixl_reads
     from hybridkv.peers.transport.nixl import NixlTransport
 
-    nixl_reads.POST_BYTES, nixl_reads.ABANDON_S = 1 << 16, 0.5
+    nixl_reads.POST_BYTES, nixl_reads.ABANDON_S = 1 << 16, patience.seconds(0.2)
     return NixlTransport(fresh_name(), max_transfers)
