@@ -474,6 +474,7 @@ def test_the_connection_that_is_silent_longest_makes_room_for_a_new_one(make_loo
     assert here[1].until_closed() is CloseReason.ENDED
     connect(3)
     assert here[0].until_closed() is CloseReason.ENDED
+    heard_there.until(lambda: len(heard_there.opened) == 4)
     assert [name for _, name in heard_there.opened] == ["consumer0", "consumer1", "consumer2", "consumer3"]
     heard_there.until(lambda: len(heard_there.closed) == 2)
     assert {reason for _, reason in heard_there.closed} == {CloseReason.TOO_MANY}
