@@ -41,6 +41,8 @@ NUM_HEALTHY = 3
 SECRET = "the fleet's"
 END_S = patience.seconds(3.0)
 """How long a process may take to end."""
+START_S = patience.seconds(1.0)
+"""How long a process takes to notice at its start that the store refuses its requests."""
 MOST_GROWN_BYTES = 64 * MIB
 MOST_POINTS = 2.0
 """How many percentage points fewer healthy engines may restore than in a quiet run."""
@@ -241,7 +243,7 @@ def _live(
             if member.process.poll() is None:
                 continue
             # An engine does not start if the store refuses its requests at the start.
-            assert now_s - refused_s < SETTLE_S + END_S, f"{member.who} ended by itself: {member.process.returncode}"
+            assert now_s - refused_s < SETTLE_S + START_S, f"{member.who} ended by itself: {member.process.returncode}"
             members[place] = Member(s3, member.who, random.getrandbits(32))
             found.add("starts that the store refused")
 

@@ -285,7 +285,7 @@ class Rank:
             return self.session.used_bytes == 0
 
         are_free = eventually(is_free, WAIT_S)
-        self.worker.results()  # counts operations that ended within the last look
+        self.worker.results()  # counts operations that ended after the last call
         return are_free
 
     def counted(self) -> dict[str, float]:

@@ -175,7 +175,7 @@ class Engine:
 
 def close(agent: Agent) -> None:
     """Close an agent, however long a busy machine takes."""
-    with mock.patch("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", WAIT_S):
+    with mock.patch("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", patience.seconds(2.0)):
         assert agent.close()
 
 

@@ -145,7 +145,9 @@ def test_more_consumers_than_connections_are_served_in_turn(monkeypatch: pytest.
     write_prompt(producer, TABLES, NUM_TOKENS)
     consumers = [Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2 * MAX_LINKS)]
     for turn, consumer in enumerate(consumers * 2):
-        name = f"d{turn}"
+        name, agent = f"d{turn}", consumer.ranks[0].agent
+        # The producer may have ended its connection just now.
+        consumer.ranks[0].until(lambda _, agent=agent: not agent._connections._by_address)  # type: ignore[misc]
         load(consumer, name, hand_over(producer, name, TABLES, NUM_TOKENS), TABLES)
         assert failures(consumer, name) == [None] and wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
         producer.ranks[0].until(lambda results, name=name: name in results.released)  # type: ignore[misc]

@@ -34,7 +34,9 @@ def test_a_stranger_is_not_admitted_and_honest_requests_are_answered(
     attacked: AttackedListener, attack: Callable[[Address, random.Random], None]
 ) -> None:
     if attack is attacks.replay:
+        before = attacked.num_admitted()
         attacks._recorded(attacked.address)
+        until(lambda: attacked.num_admitted() == before + 1)
     let_in, asked = attacked.num_admitted(), list[float]()
     until_s = time.monotonic() + SECONDS
     with attacked.under(attack) as num_tries:

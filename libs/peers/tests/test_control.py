@@ -380,7 +380,7 @@ def test_a_stopped_peer_is_disconnected(make_loop: MakeLoop) -> None:
 
 
 def test_heartbeats_keep_an_idle_connection_open(make_loop: MakeLoop) -> None:
-    limits = msgspec.structs.replace(KEPT, heartbeat_s=0.05, silence_timeout_s=0.5)
+    limits = msgspec.structs.replace(KEPT, heartbeat_s=0.05, silence_timeout_s=patience.seconds(0.1))
     _, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
     time.sleep(3 * limits.silence_timeout_s)
     assert connecting.send(heard_here.opened[0][0], Accepted())
@@ -558,7 +558,7 @@ def test_a_close_ends_despite_a_peer_that_reads_nothing(make_loop: MakeLoop, mak
     link = heard.until_open()
     for _ in range(3):
         listening.send(link, Describe(bytes(7 << 20), b""))
-    assert listening.close(2.0) or listening.close(TIMEOUT_S)
+    assert listening.close(2.0) or listening.close(patience.seconds(0.5))
 
 
 def test_a_killed_peer_is_noticed_at_once(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:

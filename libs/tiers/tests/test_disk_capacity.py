@@ -56,7 +56,7 @@ def test_a_store_stays_within_capacity_and_keeps_a_working_set(tmp_path: Path, h
         assert index._segments.allocated_bytes <= CAPACITY_BYTES
         assert has_thread or disk_store.disk_bytes(path) <= CAPACITY_BYTES
     assert num_hits > 0.95 * num_lookups, f"{num_hits} of {num_lookups}"
-    assert index.drain(disk_store.TIMEOUT_S), "no file is deleted while the next line counts them"
+    assert index.drain(disk_store.TIMEOUT_S), "the janitor thread did not end its work"
     assert disk_store.disk_bytes(path) <= CAPACITY_BYTES
     counts = index.take_disk_counts()
     assert 0 < counts.moved_bytes < 1.5 * num_bytes, "compaction moves a bounded share"

@@ -37,7 +37,10 @@ BOUND_S = patience.seconds(6.0)
 """Time for everything that does not wait for the server."""
 # For requests that are expected to fail. Those expected to succeed are repeated until they do.
 QUICK = msgspec.structs.replace(
-    OPTIONS, request_timeout_s=patience.seconds(0.2), connect_timeout_s=patience.seconds(0.1)
+    OPTIONS,
+    request_timeout_s=patience.seconds(0.2),
+    connect_timeout_s=patience.seconds(0.1),
+    close_timeout_s=patience.seconds(1.0),
 )
 HASTY = SecondaryTierOptions(
     async_lookup_timeout_s=patience.seconds(0.05), load_timeout_s=patience.seconds(0.3), breaker=BREAKER

@@ -29,7 +29,7 @@ from object_depots import (  # noqa: E402
     packs,
     patient,
 )
-from object_engines import FULL, WINDOW, Engine, chunks_of, last_is_named, path_of  # noqa: E402
+from object_engines import FULL, WINDOW, Engine, chunks_of, last_is_named, path_of, wait_until_named  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
@@ -113,7 +113,7 @@ def test_a_chunk_of_one_engine_is_found_and_loaded_by_another(
     keys = path_of(40)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
+    wait_until_named(engines[0], tmp_path, keys)
     more = [*keys, FULL + b"x" * 32]
     assert engines[1].look_up(more) == [HIT] * 40 + [MISS]
     assert engines[1].load(keys) == [chunks[key] for key in keys]
@@ -352,7 +352,7 @@ def test_adjacent_chunks_are_loaded_in_one_read(
     engines += [Engine(depot_at(tmp_path)), Engine(depot_at(tmp_path))]
     engines[0].store(keys, chunks)
     assert len(packs(tmp_path)) == 1
-    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
+    wait_until_named(engines[0], tmp_path, keys)
     reads: list[str] = []
     read = ObjectMedium._read
 

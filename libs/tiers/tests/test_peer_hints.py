@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from peer_engines import SECRET, Engine, chunk_bytes, free_port, load, patient
+from peer_engines import SECRET, TIMEOUT_S, Engine, chunk_bytes, free_port, load, patient
 from plain_peers import PlainPeers
 
 from hybridkv.peers.wire import Secret
@@ -401,7 +401,7 @@ def test_a_hinted_peer_with_another_secret_or_model_is_refused(
     reader = engine(secret=SECRET)
     for holder in (stranger, other):
         holder.put(A, chunk_bytes(1))
-        assert look_up(reader, A, hinted=at(holder), deadline_s=time.monotonic() + 2.0) == [MISS]
+        assert look_up(reader, A, hinted=at(holder), deadline_s=time.monotonic() + TIMEOUT_S) == [MISS]
     until(lambda: "secret" in caplog.text and "model.name is" in caplog.text)
     assert reader.index.lookup_counts == LookupCounts()
 
