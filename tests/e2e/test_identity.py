@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import torch
 from harness import scratch_directory
@@ -87,9 +88,14 @@ def test_engines_of_different_length_share_no_cache_of_a_longrope_model(director
         assert again.same_as(stored)
 
 
-def test_a_retrained_adapter_at_the_same_path_is_another_adapter(directory: Path) -> None:
+def test_a_retrained_adapter_at_the_same_path_is_another_adapter(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.lora.request import LoRARequest
 
+    from hybridkv.connectors.vllm.common.identity import adapters
+
+    monkeypatch.setattr(adapters, "LOOK_S", patience.seconds(6.0))
     model = tiny_models.make_tiny_model("gemma3", directory / "model")
     inspect_here("Gemma3ForCausalLM")
     path = make_adapter(directory / "adapter", seed=1)
@@ -116,7 +122,7 @@ def test_a_retrained_adapter_at_the_same_path_is_another_adapter(directory: Path
 def load_adapter(life: Life, lora: Any) -> None:
     """Run a short request with the adapter, and wait until the adapter's files are read."""
     life.ask(prompt()[:16], lora)
-    assert life.engine.connector._scheduler._identity.adapters.wait_until_idle(60)
+    assert life.engine.connector._scheduler._identity.adapters.wait_until_idle(patience.seconds(6.0))
 
 
 def test_a_cache_written_by_another_instruction_set_is_not_used(

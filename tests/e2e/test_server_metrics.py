@@ -27,7 +27,7 @@ CHUNK_TOKENS = 128
 NUM_CLIENTS = 6
 NUM_WAVES = 10
 COUNTS_DEADLINE_S = patience.seconds(6.0)
-WINDOW = "2m"
+WINDOW = "30m"
 DEPLOY = next(
     folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy/prometheus").is_dir()
 )

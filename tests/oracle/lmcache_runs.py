@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 LARGE_POOL_BYTES = 1 << 22
 PATIENCE_S = patience.seconds(3.0)
 """For deadlines where the server answers: the machine may stall for a while."""
+REACH_S = patience.seconds(6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def reach(engine: OracleEngine) -> bool:
     """Whether both halves can reach the server, if need be after a while."""
     connections = [engine.scheduler_connector._scheduler_builder.connection]  # type: ignore[union-attr]
     connections += [worker._session.connection for worker in workers_of(engine) if worker._session is not None]
-    return all(isinstance(connection.wait_ready(SETTLED_S), Ready) for connection in connections)
+    return all(isinstance(connection.wait_ready(REACH_S), Ready) for connection in connections)
 
 
 @dataclass

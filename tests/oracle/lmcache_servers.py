@@ -132,7 +132,7 @@ def impatient(patch: pytest.MonkeyPatch) -> None:
 
     def options(**bounds: Any) -> ConnectionOptions:
         return ConnectionOptions(
-            call_timeout_s=patience.seconds(0.2), max_missed_beats=2, retry_s=0.05, retry_max_s=0.2, **bounds
+            call_timeout_s=patience.seconds(0.4), max_missed_beats=2, retry_s=0.05, retry_max_s=0.2, **bounds
         )
 
     patch.setattr(session_spec, "ConnectionOptions", options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from random import Random
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import patience
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,9 +140,8 @@ def test_sleep_waits_for_copies(is_load: bool) -> None:
             advance_until(lambda: engine.is_idle)
             engine.reset_prefix_cache()
             engine.submit("warm", list(range(100)), 2)
-        for _ in range(200):
-            if copies_are_pending():
-                break
+        until_s = time.monotonic() + patience.seconds(1.0)
+        while not copies_are_pending() and time.monotonic() < until_s:
             engine.step()
         # EngineCore.sleep does this first.
         scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
