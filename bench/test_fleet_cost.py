@@ -129,7 +129,7 @@ def play(engines: list[SimulatedEngine]) -> None:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Requests to directories, by operation and kind of object."""
+    """Requests to directories, by operation and kind of object; "check pack" are reads of one byte."""
     counted: Counter[str] = Counter()
     names = {ObjectKind.PACK: "pack", ObjectKind.MANIFEST: "manifest"}
 
@@ -137,7 +137,8 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         original = getattr(DirectoryStore, operation)
 
         def call(store: DirectoryStore, path: str, *arguments: Any, **options: Any) -> Any:
-            counted[f"{operation} {names.get(parse_name(path).kind, 'other')}"] += 1
+            is_check = options.get("options") == {"range": (0, 1)}
+            counted[f"{'check' if is_check else operation} {names.get(parse_name(path).kind, 'other')}"] += 1
             return original(store, path, *arguments, **options)
 
         monkeypatch.setattr(DirectoryStore, operation, call)
@@ -169,6 +170,8 @@ def test_the_counts_equal_those_of_the_real_tier(tmp_path: Path, requests: Count
         "get pack": counted["GET range"],
         "get manifest": counted["GET lookup"] + counted["GET conflict"],
     }
+    num_checks = requests.pop("check pack")  # the simulation leaves them out
+    assert 0 < num_checks <= expected["put pack"] * len(real), "an engine checks a pack once"
     assert {kind: number for kind, number in requests.items() if "other" not in kind} == expected
     assert all(expected.values()) and counted["GET conflict"]
     assert (duplicates, store.counts.num_duplicates) == (24, 24)
